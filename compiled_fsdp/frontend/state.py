@@ -19,6 +19,7 @@ from compiled_fsdp.eager.tree import in_backward
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.options import of_unit
 from compiled_fsdp.planning.calibrate import calibrate_plan
+from compiled_fsdp.torch_private.dtensors import look_for_strided_once
 from compiled_fsdp.torch_private.dynamo import (
     TRACES_TO_DTENSORS,
     code_in_trace,
@@ -496,5 +497,6 @@ class PostForward:
 # the graph's branch.
 never_trace_hooks_alone()
 take_ints_for_constants()
+look_for_strided_once()
 never_traced_alone(PreForward.__call__)
 never_traced_alone(PostForward.__call__)
