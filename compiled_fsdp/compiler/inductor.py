@@ -25,10 +25,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from compiled_fsdp import passes
 from compiled_fsdp.dump import writer as dump
+from compiled_fsdp.ir.graph import find
+from compiled_fsdp.ir.schema import TO_LOWER
 from compiled_fsdp.passes.pipeline import key as pipeline_key
 from compiled_fsdp.planning import chunks
 from compiled_fsdp.planning.consensus import is_undecided, note_decided
 from compiled_fsdp.planning.plan import current_plan
+from compiled_fsdp.torch_private.graphs import keep_uncopied
 from compiled_fsdp.torch_private.subgraphs import keep_memory_apart
 
 from .driver import run_half, run_joint
@@ -70,6 +73,7 @@ class JointPass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Run the joint passes on the module that owns the graph."""
+        keep_uncopied(lambda graph: bool(find(graph, *TO_LOWER)))
         run_joint(_module(graph), self.step, is_fused=True)
         note_decided()
 

@@ -20,9 +20,7 @@ IS_THERE = hasattr(_sharding_prop, "_propagate_use_strided_shard_flag")
 def looks(number: int, placement: Placement) -> int:
     """How often torch asks for all arguments, in a call with so many DTensors."""
     mesh = init_device_mesh("cpu", (2,))
-    tensors = [
-        DTensor.from_local(torch.ones(2, number), mesh, [placement]) for _ in range(number)
-    ]
+    tensors = [DTensor.from_local(torch.ones(2, number), mesh, [placement]) for _ in range(number)]
     asked = 0
     ask = OpSchema.args_spec.fget
 
@@ -45,7 +43,9 @@ class TestStridedShards:
 
     def test_strided(self):
         """The flag is handed on to each result, so all are looked at."""
-        assert looks(9, _StridedShard(0, split_factor=2)) > looks(5, _StridedShard(0, split_factor=2))
+        assert looks(9, _StridedShard(0, split_factor=2)) > looks(
+            5, _StridedShard(0, split_factor=2)
+        )
 
     def test_once(self):
         look = _sharding_prop._propagate_use_strided_shard_flag
