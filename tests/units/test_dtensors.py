@@ -35,7 +35,7 @@ def looks(number: int, placement: Placement) -> int:
     return asked
 
 
-@pytest.mark.skipif(not IS_THERE, reason="torch 2.11 does not look")
+@pytest.mark.skipif(not IS_THERE, reason="this torch does not look")
 @pytest.mark.usefixtures("fake_world")
 class TestStridedShards:
     def test_plain(self):
