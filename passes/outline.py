@@ -22,7 +22,8 @@ After:
 Collectives, waits, marks, steps and whatever else has an effect stay where they are, in the outer
 graph; what stands between two of them is a candidate (`ir/repeats.py`), and equal candidates (the
 same ops, shapes, dtypes, strides, options) share a subgraph, which Inductor lowers once and calls
-as a function.
+as a function. Copies out of a bucket are made in it, of the bucket: one node in the outer graph for
+all parameters of a layer.
 
 Requires: the graph in its final order.
 Ensures: with every call replaced by what it calls, the graph computes what it did, in the same
@@ -39,7 +40,7 @@ from torch.fx import Graph, GraphModule
 
 from compiled_fsdp.ir.graph import erase_all, move_before, output, placeholders
 from compiled_fsdp.ir.meta import keep_strides, take_over
-from compiled_fsdp.ir.repeats import Span, find_repeats, may_alias
+from compiled_fsdp.ir.repeats import Span, find_repeats, may_alias, widened
 from compiled_fsdp.ir.subgraphs import INVOKE, REGION, unit_called_by
 
 from .base import context_of
@@ -60,7 +61,7 @@ def outline(gm: GraphModule, plan: Plan) -> GraphModule:
     for span in repeats.spans:
         if span.num_moved < len(span.nodes):
             move_before(span.nodes[: span.num_moved], span.nodes[span.num_moved])
-    for number, group in enumerate(repeats.groups):
+    for number, group in enumerate([widened(group) for group in repeats.groups]):
         name = f"{REGION}{number}"
         # spans made anew: they may read results of calls by now
         setattr(gm, name, _subgraph(gm, Span(group[0].nodes)))

@@ -25,10 +25,16 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from compiled_fsdp import passes
 from compiled_fsdp.dump import writer as dump
+from compiled_fsdp.ir.collectives import STARTS
+from compiled_fsdp.ir.graph import find
+from compiled_fsdp.ir.schema import TO_LOWER
+from compiled_fsdp.ir.view_values import follow_views
 from compiled_fsdp.passes.pipeline import key as pipeline_key
 from compiled_fsdp.planning import chunks
 from compiled_fsdp.planning.consensus import is_undecided, note_decided
 from compiled_fsdp.planning.plan import current_plan
+from compiled_fsdp.torch_private.graphs import keep_uncopied
+from compiled_fsdp.torch_private.known_values import note_values, update_values, watch_values
 from compiled_fsdp.torch_private.subgraphs import keep_memory_apart
 
 from .driver import run_half, run_joint
@@ -70,6 +76,8 @@ class JointPass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Run the joint passes on the module that owns the graph."""
+        watch_values()
+        keep_uncopied(lambda graph: bool(find(graph, *TO_LOWER)))
         run_joint(_module(graph), self.step, is_fused=True)
         note_decided()
 
@@ -87,7 +95,12 @@ class HalfPass(CustomGraphPass):
 
         keep_simple_overlap_out()
         keep_memory_apart()
-        run_half(_module(graph), is_fused=True)
+        gm = _module(graph)
+        update_values(gm)
+        run_half(gm, is_fused=True)
+        # passes of a user's leave values to Inductor
+        if find(gm.graph, *STARTS) and pipeline_key() is not None and follow_views(gm.graph):
+            note_values(gm)
 
     def uuid(self) -> Any:
         """As for `JointPass`."""

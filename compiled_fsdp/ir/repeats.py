@@ -186,6 +186,27 @@ def find_repeats(graph: Graph) -> Repeats:
     return Repeats(found, often, alone, is_dynamic)
 
 
+def widened(group: list[Span]) -> list[Span]:
+    """Equal spans with the views that their copies out of a bucket are made of, where these are
+    equal too: the bucket goes in instead of a piece for each parameter.
+    """
+    wider = [Span([*_copied_from(span), *span.nodes]) for span in group]
+    is_same = len({span.form for span in wider}) == 1 and all(span.is_callable for span in wider)
+    return wider if is_same else group
+
+
+def _copied_from(span: Span) -> list[Node]:
+    """The views that nothing but copies out of buckets reads, of the span, in graph order."""
+    found: set[Node] = set()
+    for node in span.inputs:
+        read = all(user.target is COPY_COLUMNS and user in span.inside for user in node.users)
+        while is_view(node) and node.target not in TRAITS and read:
+            found.add(node)
+            node = _first(node)
+            read = found.issuperset(node.users)
+    return sorted(found)
+
+
 def spans(graph: Graph) -> list[Span]:
     """Returns all spans, in graph order.
 

@@ -148,6 +148,7 @@ class Lifetimes:
         self._resting = _primals(graph) if resting is None else resting
         self._places = places or {}
         self._inputs: dict[tuple[str, int], Reads] = {}
+        self._between: dict[Graph, int] = {}  # bytes that a unit's graph takes while it runs
         self._leaves: dict[Node, list[Reads]] = {}  # for each tensor in a node's value
         without_buffer = inlined(graph) if is_fused else ()
         for node in graph.nodes:
@@ -235,9 +236,11 @@ class Lifetimes:
 
     def _compute_inside(self, node: Node, body: Graph) -> None:
         """The call of a unit's graph allocates what lies between its arguments and its results."""
-        inside = Lifetimes(body, self._is_fused, list(placeholders(body)))
-        results = sum(s.num_bytes for s in inside.storages if s.is_kept)
-        between = Storage(node, max(inside.curve().peak - results, 0), TEMPORARY, node.name)
+        if body not in self._between:  # the same for all calls
+            inside = Lifetimes(body, self._is_fused, list(placeholders(body)))
+            results = sum(s.num_bytes for s in inside.storages if s.is_kept)
+            self._between[body] = max(inside.curve().peak - results, 0)
+        between = Storage(node, self._between[body], TEMPORARY, node.name)
         between.users[node] = None
         self.storages.append(between)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, _sharding_prop
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from torch.distributed.tensor import Placement
@@ -41,6 +43,31 @@ def make_dtensor(
         meta = TensorMeta(like.shape, like.stride(), local.dtype)
         spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def look_for_strided_once() -> None:
+    """Let torch look for strided shards among the arguments of a call once, not for each of them,
+    once for all.
+
+    The first step of a fused optimizer is one call with all parameters, gradients and states: of
+    1,700 DTensors torch looked at all, 340 times. Tried on 2.13 and 2.15.
+    """
+    look = getattr(_sharding_prop, "_propagate_use_strided_shard_flag", None)
+    if look is None or hasattr(look, "__wrapped__"):
+        return
+    without: list[Callable[[], Any]] = [lambda: None]  # the last call that has none
+
+    @functools.wraps(look)
+    def look_once(strategy: Any, call: Any) -> None:
+        if without[0]() is call:
+            return
+        look(strategy, call)
+        placements = [p for spec in call.args_spec for p in spec.placements]
+        if not any(isinstance(p, _StridedShard) for p in placements):
+            without[0] = weakref.ref(call)
+
+    changed: Any = _sharding_prop
+    changed._propagate_use_strided_shard_flag = look_once
 
 
 def starting_at_zero(tensor: DTensor) -> DTensor:

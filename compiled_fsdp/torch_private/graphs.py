@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._dynamo import config as repro
+from torch._dynamo.repro import after_aot
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
@@ -16,7 +19,7 @@ from torch.fx.immutable_collections import immutable_list
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
     from torch.fx import GraphModule
@@ -95,6 +98,26 @@ def outputs_of_tangents(node: Any) -> list[int]:
             found.append(len(changed) + i)
     start = len(changed) + of.num_outputs
     return [*found, *range(start, start + of.num_intermediate_bases)]
+
+
+def keep_uncopied(is_ours: Callable[[Graph], bool]) -> None:
+    """Let torch compile such graphs without a copy of each before, once for all.
+
+    The copy is for scripts that show an error again (`torch._dynamo.config.repro_after`), and is
+    made also where nobody asks for one.
+    """
+    found: Any = after_aot
+    if hasattr(found.copy, "__wrapped__"):
+        return
+
+    def deepcopy(value: Any, memo: Any = None) -> Any:
+        if repro.repro_after is None and isinstance(value, Graph) and is_ours(value):
+            return value
+        return copy.deepcopy(value, memo)
+
+    instead: Any = ModuleType(copy.__name__)
+    vars(instead).update(vars(copy), deepcopy=deepcopy, __wrapped__=copy)
+    found.copy = instead
 
 
 def with_quick_nodes() -> bool:

@@ -81,7 +81,11 @@ class Expressions:
 
     def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Expr:
         """The expression `op(*args, **kwargs)`."""
-        result = self.make(op, _plain(args), _plain(kwargs))
+        return self.of_plain(op, _plain(args), _plain(kwargs))
+
+    def of_plain(self, op: Callable[..., Any], args: Any, kwargs: Any) -> Expr:
+        """The same of arguments as parts of a key."""
+        result = self.make(op, args, kwargs)
         if has_effect(op):
             self.effects.append(result)
         return result
@@ -415,13 +419,16 @@ def _walk(
     """The expression of every node, and those with effects."""
     exprs: dict[Node, Expr] = {}
     results: dict[Node, list[Expr]] = {}  # of each call of a subgraph
+    bodies: dict[Graph, list[Line]] = {}
     run.effects = []
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             exprs[node] = run.make(node.op, str(node.target))
         elif (region := called_by(node)) is not None:
             arguments = [exprs[each] for each in node.args[2:]]
-            results[node] = _called(region, arguments, run, stands_for)
+            if region not in bodies:
+                bodies[region] = [_line(n) for n in region.nodes if n.op == "call_function"]
+            results[node] = _called(region, bodies[region], arguments, run, stands_for)
         elif node.target is getitem and node.args[0] in results:
             exprs[node] = results[node.args[0]][node.args[1]]
         elif node.op == "call_function" and traits_of(node.target).effect != "notes":
@@ -431,18 +438,47 @@ def _walk(
     return exprs, list(run.effects)
 
 
+class Line(NamedTuple):
+    """A node of a region, read once for all calls: the op and its arguments as parts of a key,
+    nodes in the places of expressions; no op if what it means depends on what its arguments mean.
+    """
+
+    node: Node
+    op: Any = None
+    args: Any = ()
+    kwargs: Any = ()
+
+
+def _line(node: Node) -> Line:
+    op, args, kwargs = cast("tuple[Any, Any, Any]", comm.as_in_torch(node))
+    if op is comm.WAIT or is_sum(node):
+        return Line(node)
+    return Line(node, op, _plain(args), _plain(kwargs))
+
+
 def _called(
     region: Graph,
+    lines: Sequence[Line],
     arguments: list[Expr],
     run: Expressions,
     stands_for: Callable[[Expr, Node], Expr],
 ) -> list[Expr]:
     """The expressions of what a region yields for the arguments of a call."""
     inside = dict(zip(placeholders(region), arguments, strict=True))
-    for node in region.nodes:
-        if node.op == "call_function":
-            inside[node] = stands_for(_expression(node, run, inside), node)
+    for node, op, args, kwargs in lines:
+        if op is None:
+            found = _expression(node, run, inside)
+        else:
+            found = run.of_plain(op, _filled(args, inside), _filled(kwargs, inside))
+        inside[node] = stands_for(found, node)
     return [inside[node] for node in output(region).args[0]]  # type: ignore[union-attr, index]
+
+
+def _filled(plain: Any, exprs: dict[Node, Expr]) -> Any:
+    """Parts of a key with expressions in the places of nodes."""
+    if type(plain) is tuple:
+        return tuple([_filled(each, exprs) for each in plain]) if plain else plain
+    return exprs[plain] if isinstance(plain, torch.fx.Node) else plain
 
 
 def _expression(node: Node, run: Expressions, exprs: dict[Node, Expr]) -> Expr:

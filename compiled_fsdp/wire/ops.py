@@ -18,6 +18,7 @@ from compiled_fsdp.ir.spec import REGISTRY, ParamSpec
 from compiled_fsdp.options import of_unit
 from compiled_fsdp.torch_private.compiling import hurry
 from compiled_fsdp.torch_private.dynamo import before_backend, is_dynamo_faking
+from compiled_fsdp.torch_private.fakes import empty_like_fake
 from compiled_fsdp.torch_private.groups import group_named
 
 # matrix_ops and tensor_ops register theirs
@@ -121,7 +122,9 @@ def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
     hurry()
     for settle in _settle_first:
         before_backend(settle)
-    return flat.new_empty(spec.shape, dtype=spec.dtype, device=spec.device or flat.device)
+    if not spec.device:
+        return empty_like_fake(flat, spec.shape, spec.dtype)
+    return flat.new_empty(spec.shape, dtype=spec.dtype, device=spec.device)
 
 
 @kernel("reduce_grad")
@@ -142,7 +145,7 @@ def _reduce_grad(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
 @fake("reduce_grad")
 def _reduce_grad_fake(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
     ParamSpec.of(args)
-    return flat.new_empty(flat.shape)
+    return empty_like_fake(flat, flat.shape, flat.dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

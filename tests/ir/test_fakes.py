@@ -111,3 +111,22 @@ def test_made_without_the_constructor_as_by_it(device: str) -> None:
     del mode, expected, made
     gc.collect()
     assert forgotten() is None
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (4, 3)])
+def test_empty_like_a_fake(shape: tuple[int, ...]) -> None:
+    """As torch makes it; of what is no plain fake tensor, torch makes it."""
+    with FakeTensorMode() as mode:
+        like = torch.empty(5)
+        like.requires_grad_()
+        for dtype in (torch.float32, torch.bfloat16):
+            made, expected = (
+                private.empty_like_fake(like, shape, dtype),
+                like.new_empty(shape, dtype=dtype),
+            )
+            assert private.look(made) == private.look(expected)
+            assert made.fake_mode is mode
+            assert private.storage_of(made)[1] == private.storage_of(expected)[1]
+    plain = private.empty_like_fake(torch.empty(5), shape, torch.int32)
+    assert type(plain) is torch.Tensor
+    assert plain.shape == shape

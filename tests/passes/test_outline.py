@@ -14,18 +14,23 @@ from unittest import mock
 import pytest
 import torch
 from compiled_fsdp.passes.base import Context
+from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
+from compiled_fsdp.passes.copy_columns import copy_columns
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.outline import outline
-from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit
+from compiled_fsdp.passes.verify import check
+from kit.passes_harness import PLAN, GraphTest, Hand, aten, fake_ranks, unit
 from torch.fx import Interpreter
 
 from compiled_fsdp.ir import repeats
+from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.graph import find
-from compiled_fsdp.ir.meta import set_context
+from compiled_fsdp.ir.meta import set_captured, set_context
 from compiled_fsdp.ir.printer import show
 from compiled_fsdp.ir.repeats import LEAST_NODES, LEAST_TIMES, find_repeats, spans
 from compiled_fsdp.ir.subgraphs import INVOKE
 from compiled_fsdp.passes import outline as module
+from compiled_fsdp.verification.meaning import Captured
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 
 OUTLINES = Context(is_fused=True, inline="")
 WIDTH = 4
+SIDE = 8  # of parameters whose shards begin where vectors may be read from
 
 
 def outlined(gm: GraphModule, plan: Plan = PLAN, context: Context = OUTLINES) -> GraphModule:
@@ -171,6 +177,44 @@ return [%add_tensor_1, %mm_default_2]""",
 layers.0: %mm_default (aten.mm.default) where layers.2 has %neg_default_8 (aten.neg.default)
 layers.7: %neg_default_56 (aten.neg.default) where layers.2 has %add_tensor_1 (aten.add.Tensor)""",
         )
+
+
+def bucketed_layers(*orders: str) -> GraphModule:
+    """Layers that multiply with two parameters, copied out of one bucket, in which they lie in this
+    order.
+    """
+    hand = Hand()
+    y = hand.input("x", SIDE, SIDE)
+    flats = [hand.input(f"flat{i}", SIDE * SIDE) for i in range(len(orders))]
+    for i, (flat, order) in enumerate(zip(flats, orders, strict=True)):
+        specs = dict(
+            zip(order, unit(f"layers.{i}", dict.fromkeys(order, (SIDE, SIDE))), strict=True)
+        )
+        for name in "ab":
+            y = hand(aten.mm.default, hand.compute(y), hand.unshard(flat, specs[name]))
+    gm = bucket_all_gather(lower(hand.returns(y), PLAN), PLAN)
+    return copy_columns(gm, PLAN)
+
+
+@pytest.mark.parametrize("orders", [("ab",) * 4, ("ab", "ba", "ab", "ba", "ab", "ba")])
+def test_copies_are_made_inside_of_the_bucket(orders: tuple[str, ...]) -> None:
+    """Of each region the bucket is what goes in, not a piece for each parameter; where the pieces lie
+    elsewhere, the pieces do. What comes out is the same.
+    """
+    with fake_ranks(2), mock.patch.object(repeats, "LEAST_NODES", 2):
+        expected = Captured(bucketed_layers(*orders).graph)
+        gm = outlined(bucketed_layers(*orders))
+        set_captured(gm, expected)
+        calls = gm.graph.find_nodes(op="call_function", target=INVOKE)
+        insides = [gm.get_submodule(str(call.args[1])).graph for call in calls]
+        if len(set(orders)) == 1:
+            waits = [node for call in calls for node in call.args[2:] if node.target is WAIT]
+            assert len(waits) == len(calls) == 3
+            assert len(find(gm.graph, aten.slice.Tensor)) == 2  # of the first layer
+            assert len(find(insides[0], aten.slice.Tensor)) == 2
+        else:
+            assert len(find(gm.graph, aten.slice.Tensor)) == 2 * len(orders)
+        check(gm, PLAN, "outline")
 
 
 def test_what_writes_ends_a_span() -> None:
