@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +16,7 @@ from kit.reported import record
 from kit.variants import left_out
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compiled_fsdp import Plan, errors, set_plan
+from compiled_fsdp import Plan, errors, progress, set_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,6 +60,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _nothing_said() -> None:
     """What another test was told once must not be missing from this one; as in `pool.py`."""
     errors._said.clear()
+
+
+@pytest.fixture
+def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long compilations say nothing while they last, for tests of all that is said: on a slow machine
+    that of two layers may take ten seconds.
+    """
+    monkeypatch.setattr(progress, "PERIOD", threading.TIMEOUT_MAX)
 
 
 @pytest.fixture(scope="session")

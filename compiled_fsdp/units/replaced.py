@@ -57,7 +57,7 @@ def _lies_elsewhere(flat: FlatBuffer, param: ShardedParam, local: Tensor) -> boo
     if local.untyped_storage()._cdata != flat.data.untyped_storage()._cdata:
         return True
     start = flat.local_view(flat.data, param).storage_offset()
-    return bool(local.numel()) and local.storage_offset() != start
+    return bool(local.numel() and local.storage_offset() != start)
 
 
 def _place(param: ShardedParam, local: Tensor, view: Tensor) -> None:

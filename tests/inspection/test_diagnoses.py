@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = pytest.mark.usefixtures("fake_world", "_nothing_ran")
+pytestmark = pytest.mark.usefixtures("fake_world", "no_progress", "_nothing_ran")
 
 
 @pytest.fixture

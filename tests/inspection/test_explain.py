@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import threading
 from dataclasses import replace
 from unittest import mock
 
@@ -27,7 +26,6 @@ from compiled_fsdp import (
     fully_shard,
     overlap_optimizer,
     planned,
-    progress,
 )
 from compiled_fsdp.wire import runs
 
@@ -411,7 +409,7 @@ def test_bad_arguments():
 
 
 @pytest.fixture
-def stderr_of(capsys):
+def stderr_of(capsys, no_progress):
     """What the summary writes where no handler is installed, as in a program that knows nothing of
     logging. torch 2.15 writes lines of its own, of what it traces, in the first compilation.
     """
@@ -420,10 +418,7 @@ def stderr_of(capsys):
         lines = capsys.readouterr().err.splitlines(keepends=True)
         return "".join(line for line in lines if not line.startswith("[rank0]:V"))
 
-    with (
-        mock.patch.object(logging.getLogger("compiled_fsdp"), "hasHandlers", return_value=False),
-        mock.patch.object(progress, "PERIOD", threading.TIMEOUT_MAX),  # of a slow machine
-    ):
+    with mock.patch.object(logging.getLogger("compiled_fsdp"), "hasHandlers", return_value=False):
         yield read
 
 

@@ -56,7 +56,7 @@ def logger():
     found.setLevel(before)
 
 
-@pytest.mark.usefixtures("fake_world")
+@pytest.mark.usefixtures("fake_world", "no_progress")
 def test_a_line_a_pass(logger, caplog):
     logger.setLevel(logging.INFO)
     with mock.patch("compiled_fsdp.dump.writer._number", 0):
@@ -96,7 +96,7 @@ def test_graphs_at_debug(logger, caplog):
     )
 
 
-@pytest.mark.usefixtures("fake_world")
+@pytest.mark.usefixtures("fake_world", "no_progress")
 def test_no_line_by_default(caplog):
     with mock.patch("compiled_fsdp.dump.writer.show") as show:
         step(torch.compile(build(), backend=BACKEND))
