@@ -215,7 +215,7 @@ class State:
         self._say_what_was_ignored(called)
         for runtime in called:
             keep_classes(runtime.unit)
-            _follow_user(runtime, is_in_graph=is_compiled or is_traced)
+            _follow_user(runtime, is_compiled=is_compiled, is_traced=is_traced)
         read = self._note_reads(called, is_compiled=is_compiled)
         if (is_compiled or is_traced) and [r for r in called if r.drop_left_over()] and is_traced:
             trace_again("full parameters that an eager forward had left are dropped")
@@ -334,7 +334,7 @@ class State:
         ]
 
 
-def _follow_user(runtime: Runtime, *, is_in_graph: bool) -> None:
+def _follow_user(runtime: Runtime, *, is_compiled: bool, is_traced: bool) -> None:
     """Take over what was assigned, frozen or unfrozen since the last call."""
     check_supported(runtime.unit)
     if runtime.unit.was_assigned:
@@ -343,8 +343,8 @@ def _follow_user(runtime: Runtime, *, is_in_graph: bool) -> None:
         check_devices([runtime.unit])
     runtime.follow_requires_grad()
     runtime.unit.follow_requires_grad()
-    if is_in_graph:
-        follow_extensions(runtime.unit)
+    if is_compiled or is_traced:
+        follow_extensions(runtime.unit, is_traced=is_traced)
 
 
 # For each code object (by identity, see `limits.py`): the states of modules that were called below

@@ -51,8 +51,9 @@ from compiled_fsdp.torch_private.dynamo import (
     give_up_graph,
     is_cut_off,
 )
-from compiled_fsdp.units.reads import spell_out
+from compiled_fsdp.units.reads import extended_as, spell_out
 from compiled_fsdp.units.registered import UNITS, sharded_behind
+from compiled_fsdp.units.traced_extension import EXTENSIONS
 from compiled_fsdp.wire.ops import before_traced_reads
 
 from .control_flow import hoist_reads
@@ -280,6 +281,9 @@ def _share_reads(graph: Graph, graphs: list[Graph], written: set[int]) -> None:
             )
         lost.append(spec.fqn)
         _merge(graph, nodes)
+    made = graph.find_nodes(op="call_function", target=extended_as)
+    written_keys = [node.args[1] for node in made if _is_written(node, written)]
+    lost += [EXTENSIONS[key].param.fqn for key in written_keys]
     say_they_are_lost(lost)
 
 

@@ -17,7 +17,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -122,6 +126,31 @@ def as_fakes(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Fake tensors that look like these, and a mode in which ops on them compute nothing."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         yield [mode.from_tensor(tensor.detach()) for tensor in tensors]
+
+
+@contextmanager
+def writes_to(tensors: Sequence[Tensor]) -> Iterator[list[str]]:
+    """The ops that write to the memory of one of these fake tensors, or to a real one, by name."""
+    found: list[str] = []
+    memory = {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if any(map(is_traceable_wrapper_subclass_type, types)):
+                return NotImplemented
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                is_written = argument.alias_info is not None and argument.alias_info.is_write
+                values = value if isinstance(value, list | tuple) else [value]
+                for each in values if is_written else ():
+                    is_real = isinstance(each, Tensor) and not isinstance(each, FakeTensor)
+                    if is_real or each.untyped_storage()._cdata in memory:
+                        found.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():  # type: ignore[no-untyped-call]
+        yield found
 
 
 def tells_what_is_inside(tensor: object) -> bool:

@@ -76,7 +76,7 @@ class ShardedParam:
     spec: the arguments of its ops under the current settings.
     handle: what a traced read outside an eager forward needs.
     extends: its local tensor brings an all-gather of its own; `extension` is how a graph makes it,
-        and `why_apart` why none can.
+        `extensions` how graphs did under other settings too, and `why_apart` why none can.
     held: what `sharded` was made of when that was last looked at.
     registered_as, shown_as: parameter and handle that the owning modules were last given; they
         outlast the last of these (weights that are exchanged).
@@ -96,6 +96,7 @@ class ShardedParam:
     handle: Handle = field(init=False)
     extends: bool = False
     extension: TracedExtension | None = None
+    extensions: list[TracedExtension] = field(default_factory=list)
     why_apart: str = ""
     held: tuple[tuple[int, int], int] | None = None
     registered_as: nn.Parameter | None = None

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.ir.meta import traced_as
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.ir.spec import SPECS
 from compiled_fsdp.torch_private.autograd import is_transformed
 from compiled_fsdp.torch_private.dynamo import (
+    SET_GRAD_ENABLED,
     is_inference_in_trace,
     operators_in_trace,
     trace_number,
     traced_as_it_is,
 )
-from compiled_fsdp.torch_private.subgraphs import KEEP_GRAPHS
+from compiled_fsdp.torch_private.subgraphs import KEEP_GRAPHS, grad_mode_at_start
 
 from .handles import APART
 from .tensor_parallel import as_dtensor
@@ -77,13 +79,29 @@ def spell_out(gm: GraphModule) -> None:
 
 
 def _share_extended(graph: Graph) -> None:
-    """Let a graph make the full parameter of an extension once, however often it is read."""
+    """Let a graph make the full parameter of an extension once, however often it is read; with a
+    gradient, if a read has one: the first may be under `torch.no_grad()`.
+    """
+    reads = graph.find_nodes(op="call_function", target=extended_as)
+    switches = graph.find_nodes(op="call_function", target=SET_GRAD_ENABLED)
     first: dict[object, Node] = {}
-    for node in graph.find_nodes(op="call_function", target=extended_as):
+    without_grad: set[Node] = set()
+    mode = grad_mode_at_start()
+    for node in sorted([*reads, *switches]):
+        if node.target is SET_GRAD_ENABLED:
+            mode = node.args[0]
+            continue
         kept = first.setdefault(node.args[1], node)
-        if kept is not node:
-            node.replace_all_uses_with(kept)
-            graph.erase_node(node)
+        if kept is node:
+            without_grad.update(() if mode else (node,))
+            continue
+        if mode and kept in without_grad:
+            without_grad.remove(kept)
+            traced_as(kept, node)
+            kept.prepend(graph.create_node("call_function", SET_GRAD_ENABLED, (True,)))
+            kept.append(graph.create_node("call_function", SET_GRAD_ENABLED, (False,)))
+        node.replace_all_uses_with(kept)
+        graph.erase_node(node)
 
 
 def _is_dead_detach(node: Node) -> bool:

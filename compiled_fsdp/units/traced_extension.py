@@ -15,8 +15,9 @@ AOTAutograd, as everywhere. The gradient goes to the parameter's place in the un
 the flat buffer takes one element of memory, since nothing rests there.
 
 A subclass that a graph cannot have keeps its unit out of graphs, announced with the reason: it does
-not say what is inside (`__tensor_flatten__`), its methods belong to one object, or they ask for
-values. What the methods read besides the shard and their arguments (globals, attributes of the
+not say all that is inside (`__tensor_flatten__`), its methods belong to one object, ask for values,
+or write to what outlives them: a graph has them once a step, where eager mode calls them again in
+backward. What the methods read besides the shard and their arguments (globals, attributes of the
 module) is taken as it is when the graph is made.
 """
 
@@ -31,8 +32,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.schema import UNSHARD
-from compiled_fsdp.torch_private.fakes import as_fakes, tells_what_is_inside
+from compiled_fsdp.torch_private.fakes import as_fakes, tells_what_is_inside, writes_to
 from compiled_fsdp.wire.ops import TRACED
 
 from .extension import PRE, pre_all_gather
@@ -61,6 +63,7 @@ class TracedExtension:
     spec: of the parameter; its gathers have others, with their own shapes and dtypes.
     was_tried: whether it is known that its methods can be traced.
     names, context: what the shard said of itself (`__tensor_flatten__`).
+    aside: its other attributes.
     key: what a graph knows it by.
     """
 
@@ -78,20 +81,28 @@ class TracedExtension:
         self.was_tried = False
         local: Any = param.local
         self.names, self.context = local.__tensor_flatten__()
+        self.aside = _aside(local, self.names)
         kind: Any = type(local)
         self.methods = kind, kind.fsdp_pre_all_gather, kind.fsdp_post_all_gather
         self.key = f"{spec.key()}, version {next(_versions)}"
 
     def is_like(self, other: TracedExtension) -> bool:
         """Whether a graph that was made with the other one does for this one too."""
-        return all(
-            getattr(self, name) == getattr(other, name)
-            for name in ("spec", "mesh", "policy", "methods", "names", "context")
+        names = ("spec", "mesh", "policy", "methods", "names", "context", "aside")
+        return all(_is_same(getattr(self, name), getattr(other, name)) for name in names)
+
+    def is_current(self) -> bool:
+        """Whether the shard says of itself what it said, and has the tensors of the handle."""
+        local: Any = self.param.local
+        names, context = local.__tensor_flatten__()
+        said = names, context, _aside(local, names)
+        return _is_same(said, (self.names, self.context, self.aside)) and all(
+            map(operator.is_, inner_of(local), self.param.handle.inner)
         )
 
-    def gather(self, inner: Sequence[Tensor]) -> Tensor:
+    def gather(self, inner: Sequence[Tensor], shard: Any = None) -> Tensor:
         """The full parameter, from the tensors inside of this rank's shard."""
-        shard: Any = self._shard_of(inner)
+        shard = self.shard_of(inner) if shard is None else shard
         tensors, metadata = pre_all_gather(shard, self.param, self.mesh, self.policy)
         gathered = tuple(self._gather_one(i, tensor) for i, tensor in enumerate(tensors))
         full, _ = shard.fsdp_post_all_gather(gathered, metadata, self.spec.dtype)
@@ -99,7 +110,7 @@ class TracedExtension:
         made: Tensor = full if tuple(full.shape) == shape else full.as_strided(shape, full.stride())
         return made
 
-    def _shard_of(self, inner: Sequence[Tensor]) -> Tensor:
+    def shard_of(self, inner: Sequence[Tensor]) -> Tensor:
         """A shard like the parameter's, around other tensors. What `__tensor_unflatten__` forgets
         of them, as that of torchao's float8 weights forgets the scale, is put back.
         """
@@ -112,6 +123,13 @@ class TracedExtension:
             if getattr(made, name, None) is not tensor:
                 setattr(made, name, tensor)
         return made
+
+    def _forgotten(self, shard: Tensor) -> str:
+        """An attribute that is another one after `__tensor_unflatten__`; "" if there is none."""
+        local = self.param.local
+        names = (*self.aside, *_aside(shard, self.names))
+        before, after = ({n: getattr(t, n, None) for n in names} for t in (local, shard))
+        return _differing(before, after)
 
     def _gather_one(self, place: int, tensor: Tensor) -> Tensor:
         """An input's gather, [group_size * rows, ...]; 8-bit floats travel as bytes, since not
@@ -136,21 +154,33 @@ class TracedExtension:
         """Why a trace of the methods fails; "" if it does not. They run once, on fake tensors."""
         was_traced = self.spec.unit in TRACED
         kind = type(self.param.local).__name__
+        module = self.param.owners[0][0]
+        holds = vars(module), module._buffers
+        before = [dict(held) for held in holds]
         try:
             with as_fakes(inner_of(self.param.local)) as inner, torch.no_grad():
-                full = self.gather(inner)
+                shard = self.shard_of(inner)
+                held = dict(vars(shard))
+                if name := self._forgotten(shard):
+                    return f"{kind}.__tensor_unflatten__ forgets {name}"
+                with writes_to(inner) as written:
+                    full = self.gather(inner, shard)
         except Exception as error:  # noqa: BLE001  # the methods are anybody's
             said = (str(error).splitlines() or [""])[0][:200]
             return f"tracing the one of {kind} ends in {type(error).__name__}: {said}"
         finally:
+            changed = [_put_back(*pair) for pair in zip(holds, before, strict=True)]
             if not was_traced:
                 TRACED.discard(self.spec.unit)
         if not _is_plain(full) and not tells_what_is_inside(full):
             return f"{kind} becomes a {type(full).__name__} without __tensor_flatten__"
+        if name := _differing(held, vars(shard)) or "".join(changed) or "".join(written[:1]):
+            return f"the one of {kind} writes to what outlives it ({name})"
         return ""
 
 
 _versions = itertools.count()
+NUM_KEPT = 63  # of one parameter: coming back to settings of before finds the graphs made for them
 
 # By the keys that stand in graphs, for as long as the parameter has it.
 EXTENSIONS: WeakValueDictionary[str, TracedExtension] = WeakValueDictionary()
@@ -159,6 +189,39 @@ EXTENSIONS: WeakValueDictionary[str, TracedExtension] = WeakValueDictionary()
 def inner_of(local: Any) -> tuple[Tensor, ...]:
     """The tensors inside of a shard."""
     return tuple(getattr(local, name) for name in local.__tensor_flatten__()[0])
+
+
+def _aside(local: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The attributes of a shard that are no tensors inside; not those that Dynamo gives it."""
+    own = vars(local).items()
+    return {k: v for k, v in own if k not in names and not k.startswith("_dynamo")}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal; where they cannot be compared, whether they are one."""
+    if one is other:
+        return True
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except (RuntimeError, TypeError, ValueError):  # a tensor has no truth value
+        return False
+
+
+def _differing(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """The first name under which two dicts hold different values; "" if they hold the same."""
+    names = dict.fromkeys((*before, *after))
+    missing = object()
+    return next(
+        (n for n in names if not _is_same(before.get(n, missing), after.get(n, missing))), ""
+    )
+
+
+def _put_back(held: dict[str, Any], before: dict[str, Any]) -> str:
+    """Let a dict hold what it held; returns the first name that had changed, "" if none had."""
+    if name := _differing(before, held):
+        held.clear()
+        held.update(before)
+    return name
 
 
 def _is_plain(tensor: object) -> bool:
@@ -174,8 +237,9 @@ def handle_of(unit: Unit, flat: FlatBuffer, param: ShardedParam, *, is_frozen: b
     spec = replace(traced(unit, param.spec), overlap="")
     policy = policy_of(unit.mp_policy, param.compute)
     made = TracedExtension(param, flat.mesh_info.shard_mesh, policy, spec)
-    if param.extension is None or not made.is_like(param.extension):
-        param.extension = made
+    param.extension = next(filter(made.is_like, param.extensions), made)
+    if param.extension is made:
+        param.extensions = [*param.extensions[-NUM_KEPT:], made]
         EXTENSIONS[made.key] = made
     inner = inner_of(param.local)
     for tensor in inner:
@@ -194,6 +258,8 @@ def _why_apart(param: ShardedParam) -> str:
         return f"{kind} has no __tensor_flatten__"
     if not all(map(_is_plain, inner_of(local))):
         return f"the tensors inside of {kind} are subclasses themselves"
+    if not _is_same(local.__tensor_flatten__()[1], local.__tensor_flatten__()[1]):
+        return f"what {kind}.__tensor_flatten__ says besides names is equal to nothing"
     if param.spec.device:
         return "CPU offload beside an accelerator"
     if param.full is not None:
@@ -201,27 +267,28 @@ def _why_apart(param: ShardedParam) -> str:
     return ""
 
 
-def follow_extensions(unit: Unit) -> None:
+def follow_extensions(unit: Unit, *, is_traced: bool) -> None:
     """Before a graph is made or called: find out, once, whether one can have the unit's extensions,
-    and follow what is inside of their shards.
+    and follow what is inside of their shards. is_traced: a larger graph is being made.
     """
     if not unit.has_extensions:
         return
-    is_old = False
+    extensions = [p.extension for p in unit.params if p.extension is not None]
+    if old := [extension for extension in extensions if not extension.is_current()]:
+        if is_traced and any(extension.was_tried for extension in old):
+            warn_once(
+                f"compiled_fsdp: what is inside of the shard of {old[0].spec.fqn} was replaced "
+                "since a larger function than the model was compiled, which is compiled again each "
+                "time. Compile the sharded module itself, which follows, or write in place"
+            )
+        unit.publish()
+    is_refused = False
     for param in unit.params:
-        extension = param.extension
-        if extension is None:
-            continue
-        if not extension.was_tried:
-            extension.was_tried = True
-            param.why_apart = extension.why_not()
-        local: Any = param.local
-        names, context = local.__tensor_flatten__()
-        is_same = (names, context) == (extension.names, extension.context) and all(
-            map(operator.is_, inner_of(local), param.handle.inner)
-        )
-        is_old = is_old or bool(param.why_apart) or not is_same
-    if is_old:
+        if param.extension is not None and not param.extension.was_tried:
+            param.extension.was_tried = True
+            param.why_apart = param.extension.why_not()
+            is_refused = is_refused or bool(param.why_apart)
+    if is_refused:
         unit.publish()
 
 

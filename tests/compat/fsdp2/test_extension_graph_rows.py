@@ -150,6 +150,50 @@ def accumulated(api: Api) -> Any:
     return found
 
 
+def accumulated_often(api: Api) -> Any:
+    """Settings of before find the graphs that were made for them, instead of more and more."""
+    model = units(api, two_layers(Quantised))
+    call, found = api.compile(model), []
+    torch._dynamo.utils.counters.clear()
+    for step in range(20):
+        model.set_requires_gradient_sync(step % 2 == 1)
+        call(batch(step)).square().mean().backward()
+        if step % 2:
+            found.append(state(model))
+    if api.is_compiled:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    return found
+
+
+class Normed(nn.Module):
+    """Its weight is read without a gradient first, then with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = two_layers(Quantised)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.layers[0].weight.abs().max()
+        return self.layers(x) / scale
+
+
+def read_without_gradient_first(api: Api) -> Any:
+    return simple(api, Normed())
+
+
+def taught_by_itself(api: Api) -> Any:
+    """A forward without gradients before one with, in one graph."""
+    model = units(api, Model())
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = model(x)
+        return model(x) - target / 2  # type: ignore[no-any-return]
+
+    return train(model, api.compile(step), sgd(model))
+
+
 def frozen_between(api: Api) -> Any:
     model = units(api, Model())
     call, optimizer = api.compile(model), sgd(model)
@@ -221,6 +265,9 @@ CASES = {
         low_precision,
         codes,
         accumulated,
+        accumulated_often,
+        read_without_gradient_first,
+        taught_by_itself,
         frozen_between,
         evaluated_between,
         lengths,
@@ -331,6 +378,43 @@ def refused() -> None:
         compiled_fsdp.compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
     with pytest.raises(NotImplementedError, match=r"precompile: parameter .* all-gather ext"):
         compiled_fsdp.precompile(model, (batch(0),), "out")
+
+
+def test_written_while_gathered(two: Pool) -> None:
+    two.run(written_while_gathered)
+
+
+def written_while_gathered() -> None:
+    """Announced as of a plain parameter, of whose write as little remains."""
+    model = units(Api("compiled"), Halved())
+    with pytest.warns(UserWarning, match=r"layers\.0\.weight is written to in place while"):
+        Api("compiled").compile(model)(batch(0))
+
+
+class Halved(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layers[0].weight.mul_(0.5)
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def test_replaced_inside_below_a_function(two: Pool) -> None:
+    two.run(replaced_inside_below_a_function)
+
+
+def replaced_inside_below_a_function() -> None:
+    """The graph of a larger function never computes with the old tensor; it is made again, and a
+    warning says what to compile.
+    """
+    model = units(Api("compiled"), two_layers(Quantised))
+    call = Api("compiled").compile(lambda x: model(x))
+    before = call(batch(0)).detach()
+    local: Any = model[0].weight._local_tensor
+    local.data_inside = local.data_inside.clone() / 2
+    with pytest.warns(UserWarning, match="Compile the sharded module itself"):
+        after = call(batch(0)).detach()
+    assert torch.equal(after, model(batch(0)))
+    assert not torch.equal(after, before)
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:

@@ -278,9 +278,55 @@ class AsksForValues(Quantised):
         return data, scale
 
 
+class Forgets(Quantised):
+    """What it multiplies with is neither a tensor inside nor its context."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor, factor: float = 0.5) -> Any:
+        return Quantised.__new__(cls, data)
+
+    def __init__(self, data: Tensor, factor: float = 0.5) -> None:
+        super().__init__(data)
+        self.factor = factor
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        return cls(inner["data_inside"], 1.0)
+
+    def inputs(self, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        return data, scale * self.factor
+
+
+class CountsCalls(Quantised):
+    count = 0
+
+    def inputs(self, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        self.count += 1
+        return data, scale * (1 + self.count)
+
+
+class Decays(Quantised):
+    def inputs(self, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        self.data_inside.mul_(0.5)
+        return data, scale
+
+
+class TellsItsModule(Quantised):
+    def fsdp_pre_all_gather(
+        self, mesh: Any, size: Any, stride: Any, module: nn.Module, policy: Any
+    ) -> Any:
+        inputs, rows = super().fsdp_pre_all_gather(mesh, size, stride, module, policy)
+        module.last_scale = inputs[1]
+        return inputs, rows
+
+
 WHY = {
     Opaque: r"1\.0\.weight: Opaque has no __tensor_flatten__",
     AsksForValues: r"1\.0\.weight: tracing the one of AsksForValues ends in DataDependentOutput",
+    Forgets: r"1\.0\.weight: Forgets.__tensor_unflatten__ forgets factor",
+    CountsCalls: r"the one of CountsCalls writes to what outlives it \(count\)",
+    Decays: r"the one of Decays writes to what outlives it \(aten.mul_.Tensor\)",
+    TellsItsModule: r"the one of TellsItsModule writes to what outlives it \(last_scale\)",
 }
 
 
