@@ -64,8 +64,8 @@ def _nothing_said() -> None:
 
 @pytest.fixture
 def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long compilations say nothing while they last, for tests of all that is said: on a slow machine
-    that of two layers may take ten seconds.
+    """Long compilations say nothing while they last, for tests of all that is said: on a slow
+    machine that of two layers may take ten seconds.
     """
     monkeypatch.setattr(progress, "PERIOD", threading.TIMEOUT_MAX)
 
