@@ -60,6 +60,12 @@ def prepare(runtimes: Iterable[FullParams]) -> None:
                 "backward gathers them. Set reshard_after_forward=False to keep them"
             )
             continue
+        if unit.has_extensions:
+            warn_once(
+                f"compiled_fsdp: set_reshard_after_backward(False) on {unit.name!r} does not keep "
+                "parameters with an all-gather extension (fsdp_pre_all_gather) in a graph: each "
+                "call gathers them again"
+            )
         unit.options.consume(
             "resident parameters", "set_reshard_after_backward", "reshard_after_forward"
         )

@@ -460,3 +460,18 @@ def changed(api: Api) -> Any:
     if api.is_compiled:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     return found
+
+
+def test_not_kept_after_backward(two: Pool) -> None:
+    two.run(not_kept)
+
+
+def not_kept() -> None:
+    """An option that changes nothing for such parameters in a graph says so, once."""
+    model = Api("compiled").units(two_layers(Quantised), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    call = Api("compiled").compile(model)
+    with pytest.warns(UserWarning, match="does not keep parameters with an all-gather ext") as said:
+        for step in range(2):
+            call(batch(step)).sum().backward()
+    assert sum("does not keep" in str(each.message) for each in said) == 1
