@@ -145,8 +145,9 @@ def _accessors(
             handles = owner._fsdp_handles
             # Where `functional_call` writes, or Dynamo takes it for another dict once a function of
             # `torch.cond` has read the module: what it found there it keeps by where it was found.
-            # As `nn.Module.__getattr__` finds it: of two ways, each call would compare the results.
-            table = owner.__dict__["_parameters"] if READS_DICTS else owner._parameters
+            # As `owner.__dict__["_parameters"]`, each call would compare five things less for a
+            # layer, but what was replaced after such a function would be missed.
+            table = owner._parameters
             is_replaced = isinstance(table, Watched) and name in table.replaced
             if READS_DICTS and isinstance(table, Registered) and name in owner.__dict__:
                 return _held(self, name)
