@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from screen import Screen
     from settings import Settings
 
-COMPILED = ("ours", "ours_regions_off", "stock_block_compile", "local_compile")
+COMPILED = (
+    *("ours", "ours_regions_units", "ours_regions_off"),
+    *("stock_block_compile", "local_compile"),
+)
 GOALS = {"depth": 3.0, "unsharded": 1.3, "warm": 4.0}
 REST = "the rest"
 # What torch calls the parts of the compiler in its own records, and those that are nested in them
