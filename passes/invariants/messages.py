@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,7 +11,7 @@ import torch
 from compiled_fsdp.ir import checksums, quantized, schema, transfers
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
-from compiled_fsdp.ir.graph import find, op_name, placeholders, starts, value
+from compiled_fsdp.ir.graph import find, op_name, output, placeholders, starts, value
 from compiled_fsdp.ir.meta import get_heads, get_tag
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import (
@@ -29,6 +30,7 @@ from compiled_fsdp.ir.schema import (
 )
 from compiled_fsdp.ir.sequence import sequence
 from compiled_fsdp.ir.spec import AGAIN
+from compiled_fsdp.ir.subgraphs import called_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -200,9 +202,10 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
     """
     for region in find_regions(gm.graph, "reduce"):
         how, communicates = region.spec.reduction, (*region.starts, *region.waits)
-        divisions = [n for n in region.nodes if n.target is torch.ops.aten.div.Tensor]
+        divisions = [n for n in region.nodes if _divides_by(n, region) != 1.0]
         after = prod(
-            [_number(n) for n in divisions if not communicates or communicates[0] < n], start=1.0
+            [_divides_by(n, region) for n in divisions if not communicates or communicates[0] < n],
+            start=1.0,
         )
         before = {_divisor(n, region) for n in _sent(communicates[0])} if communicates else {1.0}
         wanted = {"retain": (1.0, 1.0), "scatter": (how.pre_divide, 1.0)}.get(
@@ -229,15 +232,30 @@ def _divisor(node: Node, region: Region) -> float:
     for current in reversed(region.nodes):
         if current in nodes:
             nodes.update(current.all_input_nodes)
-            if current.target is torch.ops.aten.div.Tensor:
-                product *= _number(current)
+            product *= _divides_by(current, region)
     return product
 
 
-def _number(division: Node) -> float:
-    """Returns what a division divides by."""
-    divisor: Any = division.args[1]
-    return float(divisor)
+def _divides_by(node: Node, region: Region) -> float:
+    """Returns what a node of a region divides by: a division, or the result of a call (`outline`),
+    of which divisions are a part.
+    """
+    if node.target is torch.ops.aten.div.Tensor:
+        divisor: Any = node.args[1]
+        return float(divisor)
+    if node.target is not operator.getitem:
+        return 1.0
+    call, place = cast("tuple[Node, int]", node.args)
+    if (body := called_by(call)) is None:
+        return 1.0
+    results: Any = output(body).args[0]
+    product, nodes = 1.0, {results[place]}
+    for inside in reversed(body.nodes):
+        tag = get_tag(inside)  # as in the first layer that the body was made of
+        if inside in nodes and tag is not None and tag.kind == region.tag.kind:
+            nodes.update(inside.all_input_nodes)
+            product *= _divides_by(inside, region)
+    return product
 
 
 def cast_by_policy(gm: GraphModule, plan: Plan) -> Violations:
