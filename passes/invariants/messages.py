@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.plan import Plan
     from compiled_fsdp.verification.invariant import Violations
 
+    # By the node of the graph, and by that which divides: itself, or one in a graph that it calls.
+    Divisions = dict[tuple[Node, Node], float]
+
 
 def lowered(gm: GraphModule, plan: Plan) -> Violations:
     """Every fsdp op that communicates has been lowered to collectives."""
@@ -202,10 +205,9 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
     """
     for region in find_regions(gm.graph, "reduce"):
         how, communicates = region.spec.reduction, (*region.starts, *region.waits)
-        divisions = [n for n in region.nodes if _divides_by(n, region) != 1.0]
-        after = prod(
-            [_divides_by(n, region) for n in divisions if not communicates or communicates[0] < n],
-            start=1.0,
+        divided_at = {n: by for n in region.nodes if (by := _divisions(n, region))}
+        after = _product(
+            at for n, at in divided_at.items() if not communicates or communicates[0] < n
         )
         before = {_divisor(n, region) for n in _sent(communicates[0])} if communicates else {1.0}
         wanted = {"retain": (1.0, 1.0), "scatter": (how.pre_divide, 1.0)}.get(
@@ -219,7 +221,7 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
             names = [s.fqn for s in region.tag.specs]
             found = (*sorted(before), after)
             yield (
-                (*divisions, *region.nodes)[0],
+                (*divided_at, *region.nodes)[0],
                 f"gradients of {names} are divided by {found}, not by {wanted}",
             )
 
@@ -228,34 +230,48 @@ def _divisor(node: Node, region: Region) -> float:
     """Returns what a value that a region sends was divided by in it; all that was joined to it, by
     the same.
     """
-    product, nodes = 1.0, {node}
+    found, nodes = [], {node}
     for current in reversed(region.nodes):
         if current in nodes:
             nodes.update(current.all_input_nodes)
-            product *= _divides_by(current, region)
-    return product
+            found.append(_divisions(current, region))
+    return _product(found)
 
 
-def _divides_by(node: Node, region: Region) -> float:
-    """Returns what a node of a region divides by: a division, or the result of a call (`outline`),
-    of which divisions are a part.
+def _divisions(node: Node, region: Region) -> Divisions:
+    """Returns the divisors of a node of a region: of a division, or, of the result of a call
+    (`outline`), of the divisions in it that lead there.
     """
     if node.target is torch.ops.aten.div.Tensor:
-        divisor: Any = node.args[1]
-        return float(divisor)
+        return {(node, node): _number(node)}
     if node.target is not operator.getitem:
-        return 1.0
+        return {}
     call, place = cast("tuple[Node, int]", node.args)
     if (body := called_by(call)) is None:
-        return 1.0
+        return {}
     results: Any = output(body).args[0]
-    product, nodes = 1.0, {results[place]}
+    found, nodes = {}, {results[place]}
     for inside in reversed(body.nodes):
         tag = get_tag(inside)  # as in the first layer that the body was made of
         if inside in nodes and tag is not None and tag.kind == region.tag.kind:
             nodes.update(inside.all_input_nodes)
-            product *= _divides_by(inside, region)
-    return product
+            if inside.target is torch.ops.aten.div.Tensor:
+                found[call, inside] = _number(inside)
+    return found
+
+
+def _product(found: Iterable[Divisions]) -> float:
+    """Returns the product of all divisors; of a division that leads to several results, once."""
+    divisors: Divisions = {}
+    for each in found:
+        divisors |= each
+    return prod(divisors.values(), start=1.0)
+
+
+def _number(division: Node) -> float:
+    """Returns what a division divides by."""
+    divisor: Any = division.args[1]
+    return float(divisor)
 
 
 def cast_by_policy(gm: GraphModule, plan: Plan) -> Violations:
