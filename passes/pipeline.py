@@ -35,6 +35,7 @@ from .dedup_unshard import dedup_unshard
 from .delay_wait import delay_wait
 from .drop_frees import drop_frees
 from .exchange_matrices import exchange_matrices
+from .fetch_states import fetch_states
 from .free import free
 from .gather_ahead import gather_ahead
 from .gather_next import gather_next
@@ -45,6 +46,7 @@ from .leave_in_flight import leave_in_flight
 from .lower import lower
 from .mark_offloaded import mark_offloaded
 from .mark_recomputed import mark_recomputed
+from .mark_states import mark_states
 from .name_collectives import name_collectives
 from .name_groups import name_groups
 from .note_heads import note_heads
@@ -97,6 +99,7 @@ PIPELINE = check_order(
         ),
         Pass(mark_recomputed, Stage.JOINT, (), P.MARKED),
         Pass(mark_offloaded, Stage.JOINT, (), P.MARKED_AWAY),
+        Pass(mark_states, Stage.JOINT, (), P.STATES_MARKED),
         Pass(note_heads, Stage.JOINT, (P.DEDUPED,), P.HEADS_NOTED),
         Pass(name_groups, Stage.JOINT, (), P.GROUPS_NAMED),
         # torch's partitioner splits the joint graph here
@@ -190,6 +193,7 @@ PIPELINE = check_order(
             consumes=("offload_policy",),
         ),
         Pass(hide_copies, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.HIDDEN),
+        Pass(fetch_states, Stage.HALF, (P.UPDATED, P.HIDDEN), P.STATES_FETCHED),
         Pass(summarize, Stage.HALF, (P.AHEAD,), P.SUMMARIZED, is_tried=False),
         Pass(
             watch_heads,

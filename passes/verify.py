@@ -18,7 +18,7 @@ from compiled_fsdp.ir.meta import get_captured
 from compiled_fsdp.verification.invariant import GraphInvariantError
 from compiled_fsdp.verification.meaning import Captured, interface
 
-from .invariants import gradients, memory, messages, offloads
+from .invariants import gradients, memory, messages, offloads, states
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,6 +85,8 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     offloads.free_where_awaited,
     offloads.back_once,
     offloads.within_host_budget,
+    states.fetched_once,
+    states.stored_once,
     gradients.reduced_once,
     gradients.gradients_marked,
     gradients.updated_once,

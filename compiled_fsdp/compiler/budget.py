@@ -7,6 +7,10 @@ shortest, so they are kept first. Before that, parameters with a smaller mesh ge
 backward gathers over that mesh alone. As many are kept as the memory model (`memory.py`) finds room
 for.
 
+With `Plan(optimizer_state="budget")` what the optimizer remembers takes part too, of a whole step
+(`hosted_states.py`): the first trial has all of it on the host between updates, and what is kept on
+the device is so much more, nearly everywhere. The peak that is measured has it in it then.
+
 With `Plan(recompute="budget")` activations that backward could compute again
 (`planning/recompute.py`) take part, in one order with the parameters: first come those that save
 the most seconds for each byte at the peak, by the plan's costs, or else by those that are assumed
@@ -32,6 +36,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from hashlib import sha256
+from math import inf
 from operator import and_, or_
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +46,8 @@ from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.graph import backward_nodes, find, is_backward, value
 from compiled_fsdp.ir.meta import set_room
 from compiled_fsdp.ir.regions import find_regions
-from compiled_fsdp.ir.schema import UNSHARD, param_spec
+from compiled_fsdp.ir.schema import BACKWARD, UNSHARD, param_spec
+from compiled_fsdp.passes.mark_states import mark_states
 from compiled_fsdp.planning.consensus import agreed, depends_on_shapes
 from compiled_fsdp.planning.costs import assumed
 from compiled_fsdp.planning.halves import boundary_of, follows, lifetimes_after, num_saved
@@ -49,12 +55,13 @@ from compiled_fsdp.planning.lifetimes import Lifetimes
 from compiled_fsdp.planning.memory import profile, profile_of
 from compiled_fsdp.planning.plan_fields import BY_BUDGET
 from compiled_fsdp.planning.planner import predict
-from compiled_fsdp.planning.recompute import Saved
+from compiled_fsdp.planning.recompute import Recompute, Saved
 from compiled_fsdp.wire import copies
 
 from .hosted import moved_to_host
+from .hosted_states import bytes_of, cheapest, hostable, priced
 from .offload import offload
-from .peaks import KEEP, OFFLOAD, SAVE, SLICE, Candidate, PeakModel, most, patience
+from .peaks import KEEP, OFFLOAD, SAVE, SLICE, STATE, Candidate, PeakModel, most, patience
 from .recompute import compute_again
 from .splitting import run_fitted
 from .trial import is_settled, num_outputs, schedule, split, with_kept
@@ -77,8 +84,8 @@ if TYPE_CHECKING:
 def fit_budget(
     gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | None = None
 ) -> Plan:
-    """The plan for this joint graph, with `kept` and `recomputed` chosen for all ranks; as it is
-    without a budget or without a backward.
+    """The plan for this joint graph, with what is kept, computed again, and on the host chosen for
+    all ranks; as it is without a budget or without a backward.
 
     step: of which this is the graph; one of several micro-batches is measured as a whole.
     """
@@ -88,6 +95,7 @@ def fit_budget(
     chosen = fitted.plan
     if depends_on_shapes(plan):
         chosen = _kept_by_all(gm.graph, chosen, plan)
+        chosen = _hosted_by_all(gm.graph, step, chosen, plan)
         what = "activations" if step is None else "activations of a whole step"
         chosen = _recomputed_by_all(gm.graph, what, chosen, plan, fitted)
     if fitted.room is not None:
@@ -131,6 +139,22 @@ def _kept_by_all(graph: Graph, mine: Plan, plan: Plan) -> Plan:
     )
 
 
+def _hosted_by_all(graph: Graph, step: WholeStep | None, mine: Plan, plan: Plan) -> Plan:
+    """The plan with the optimizer state that all ranks would have on the host."""
+    states = [*hostable(graph, step, plan).values()]
+    if not states:
+        return mine
+    words = agreed(
+        graph,
+        plan,
+        f"{len(states)} optimizer states of {bytes_of(states)} bytes",
+        [int(state.param in mine.states_on_host) for state in states],
+        lambda told: [reduce(and_, each) for each in zip(*told, strict=True)],
+    )
+    hosted = tuple(state.param for state, word in zip(states, words, strict=True) if word)
+    return replace(mine, states_on_host=hosted)
+
+
 def _recomputed_by_all(graph: Graph, what: str, mine: Plan, plan: Plan, fitted: Fitted) -> Plan:
     """The plan with the activations that any rank would compute again: to do so can need a gather
     of backward earlier, and gathers must start in the same order on all ranks. None, where ranks
@@ -169,7 +193,9 @@ def _recomputed_by_all(graph: Graph, what: str, mine: Plan, plan: Plan, fitted: 
 def _choice(candidate: Candidate, plan: Plan) -> dict[str, Any]:
     """What was decided about a candidate, for `explain`."""
     where, name = candidate.param
-    if candidate.is_activation:
+    if candidate.kind == STATE:
+        is_kept, name = candidate.param not in plan.states_on_host, ", ".join(candidate.values)
+    elif candidate.is_activation:
         is_kept = name not in (*plan.recomputed, *plan.offloaded)
     elif candidate.kind == KEEP:
         is_kept = candidate.param in plan.kept
@@ -185,30 +211,50 @@ def _choice(candidate: Candidate, plan: Plan) -> dict[str, Any]:
     }
 
 
-def options_of(gm: GraphModule, plan: Plan) -> list[str]:
+def options_of(gm: GraphModule, plan: Plan, step: WholeStep | None = None) -> list[str]:
     """The options about the host that something was decided from, for `explain`; says once where
     nothing can be.
+
+    step: of which this is the graph.
     """
-    if plan.offload is None or not backward_nodes(gm.graph):
+    asked = [name for name in ("offload", "optimizer_state") if getattr(plan, name) is not None]
+    if not asked or not backward_nodes(gm.graph):
         return []
     device = _device(gm.graph)
     if not copies.is_planned_apart(device):
-        warn_once(
-            f"compiled_fsdp: Plan(offload={plan.offload!r}) on {device.type}: host and device are "
-            "the same memory, so that no activation is copied (as CPUOffloadPolicy copies no "
-            "parameter there). Use recompute='budget', or leave offload out"
-        )
+        what = {"offload": "activation", "optimizer_state": "optimizer state"}
+        for name in asked:
+            warn_once(
+                f"compiled_fsdp: Plan({name}={getattr(plan, name)!r}) on {device.type}: host and "
+                f"device are the same memory, so that no {what[name]} is copied (as "
+                "CPUOffloadPolicy copies no parameter there). Use recompute='budget', or leave "
+                f"{name} out"
+            )
         return []
-    return ["Plan.offload", *(["Plan.host_budget"] if plan.host_budget is not None else [])]
+    is_loop = step is None or step.name == BACKWARD
+    if "optimizer_state" in asked and step is not None and not is_loop and not step.states:
+        asked.remove("optimizer_state")  # none is remembered, or none may be there
+    if "optimizer_state" in asked and is_loop:
+        warn_once(
+            f"compiled_fsdp: Plan(optimizer_state={plan.optimizer_state!r}), and a model that is "
+            "compiled without its optimizer, whose step is outside of the graph: its state stays "
+            "on the device. Write step = compile_step(model, optimizer, loss_fn), or leave "
+            "optimizer_state out"
+        )
+        asked.remove("optimizer_state")
+    if asked and plan.host_budget is not None:
+        asked.append("host_budget")
+    return [f"Plan.{name}" for name in asked]
 
 
 def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | None) -> Fitted:
     """The same for this rank's shapes."""
     params, budget = _candidates(gm.graph), plan.memory_budget
     assert budget is not None  # by the caller
+    states = hostable(gm.graph, step, plan)
     if isinstance(budget, float) and budget == 1.0:
         return Fitted(_with(plan, params, len(params)))
-    nothing_kept = _with(plan, params, 0)
+    nothing_kept = _with(plan, (*params, *states.values()), 0)
     split_once = split(gm, nothing_kept, step)
     into = None if step is None else (step, num_outputs(gm.graph))
     is_split_anew = (
@@ -226,18 +272,27 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | 
             halves = with_kept(split_once, under.kept)
             compute_again(halves, under.recomputed)
             offload(halves, under.offloaded)
+            mark_states(halves[1], under)
         return schedule(halves, under, is_fused=is_fused, run=run, step=into)
 
     first = trial(nothing_kept)
+    costs = (plan.costs or assumed(_device(gm.graph).type)).fused(is_fused)
+    states = priced(first, states, costs) if states else states
+    host_room = inf if plan.host_budget is None else plan.host_budget
+    if bytes_of(states.values()) > host_room:
+        states = cheapest(states, host_room)
+        nothing_kept = _with(plan, (*params, *states.values()), 0)
+        first = trial(nothing_kept)
+        states = priced(first, states, costs)
     candidates, model, again = params, PeakModel.of(first, params), tuple[str, ...]()
 
     def peak_with(num: int) -> int:
         return trial(_with(plan, candidates, num)).peak
 
     known = {0: first.peak}
-    if BY_BUDGET in (plan.recompute, plan.offload):
-        costs = (plan.costs or assumed(_device(gm.graph).type)).fused(is_fused)
-        candidates, model, again = _priced(params, split_once, first, costs, plan)
+    if BY_BUDGET in (plan.recompute, plan.offload) or states:
+        given = [*states.values()]
+        candidates, model, again = _priced(params, given, split_once, first, costs, plan)
         expected = model.peaks()
         # To compute all again need not be the least.
         known = {num: peak_with(num) for num in {0, expected.index(min(expected))}}
@@ -247,10 +302,12 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | 
     if peak > room:
         are_all = BY_BUDGET not in (plan.recompute, plan.offload)
         what = "parameters and slices" if are_all else "parameters, slices and activations"
+        what += " stay for backward" + (", or optimizer states on the device" if states else "")
+        rest = "the parameters" if states else "what is at rest"
         warn_once(
             f"compiled_fsdp: memory_budget is {_megabytes(room)}, and a step needs at least "
-            f"{_megabytes(peak)} above what is at rest, as far as it was tried, which is what it "
-            f"gets: {num} of {every} {what} stay for backward. Shard into smaller "
+            f"{_megabytes(peak)} above {rest}, as far as it was tried, which is what it "
+            f"gets: {num} of {every} {what}. Shard into smaller "
             "units, or checkpoint activations"
         )
     return Fitted(_with(plan, candidates, num), candidates, again, Room(room, peak))
@@ -265,22 +322,33 @@ def _with(plan: Plan, candidates: Sequence[Candidate], num: int) -> Plan:
         dropped=tuple(c.param for c in rest if c.kind == SLICE),
         recomputed=tuple(c.param[1] for c in rest if c.kind == SAVE),
         offloaded=tuple(c.param[1] for c in rest if c.kind == OFFLOAD),
+        states_on_host=tuple(c.param for c in rest if c.kind == STATE),
     )
 
 
 def _priced(
-    params: Sequence[Candidate], halves: Halves, first: Trial, costs: Costs, plan: Plan
+    params: Sequence[Candidate],
+    states: Sequence[Candidate],
+    halves: Halves,
+    first: Trial,
+    costs: Costs,
+    plan: Plan,
 ) -> tuple[tuple[Candidate, ...], PeakModel, tuple[str, ...]]:
-    """The parameters and the activations that could be computed again, or be on the host, in the
-    order of what they save for each byte; of those that save the same, parameters in their own
-    order, then what forward makes last. Last, by name, all that could be computed again.
+    """The parameters, the optimizer state, and the activations that could be computed again, or be
+    on the host, in the order of what they save for each byte; of those that save the same,
+    parameters in their own order, then state, and what forward makes last. Last, by name, all that
+    could be computed again.
 
+    states: that are on the host, priced; there they have their room first.
     first: the trial of these halves, in which no parameter is kept.
     """
     exposed = _exposed(first, costs)
-    saved = Saved.of(*(half.graph for half in halves))
-    again = saved.candidates(costs) if plan.recompute == BY_BUDGET else ()
-    moved = moved_to_host(first, saved, again, costs, plan.host_budget) if plan.offload else []
+    again, moved = tuple[Recompute, ...](), list[Candidate]()
+    if BY_BUDGET in (plan.recompute, plan.offload):
+        saved = Saved.of(*(half.graph for half in halves))
+        again = saved.candidates(costs) if plan.recompute == BY_BUDGET else ()
+        room = inf if plan.host_budget is None else plan.host_budget - bytes_of(states)
+        moved = moved_to_host(first, saved, again, costs, room) if plan.offload else []
     on_host = {c.param[1] for c in moved}
     found = [
         c if c.kind == SLICE else replace(c, seconds=exposed.get(c.param, 0.0)) for c in params
@@ -299,7 +367,7 @@ def _priced(
         for r in again
         if r.name not in on_host
     ]
-    found += moved
+    found += [*moved, *states]
     model = PeakModel.of(first, found)
     # What backward has no use for is not kept: it may be gathered along, to compute others again.
     prices = model.prices(found)

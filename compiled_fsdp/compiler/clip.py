@@ -73,6 +73,7 @@ class FlatGrad(NamedTuple):
 
     fqn, axes: of a parameter that no unit has, which is `flat` itself: its name, and the groups
         that cut it. There are no specs then.
+    is_hosted: whether what the optimizer remembers of these is to rest on the host.
     """
 
     node: Node
@@ -80,6 +81,7 @@ class FlatGrad(NamedTuple):
     specs: list[ParamSpec]
     fqn: str = ""
     axes: Axes = ()
+    is_hosted: bool = False
 
     @property
     def offsets(self) -> list[int]:

@@ -81,7 +81,7 @@ def run_joint(
     plan = fit_budget(gm, asked, is_fused=is_fused, step=step)
     if plan is not asked:
         note(context.consumed, fit_budget.__name__, "Plan.memory_budget")
-    for option in options_of(gm, asked):
+    for option in options_of(gm, asked, step):
         note(context.consumed, fit_budget.__name__, option)
     watcher = dump.Dump(gm, JOINT, plan)
     after_pass = _counting("joint graph", current(Stage.JOINT), context, watcher.after_pass)

@@ -88,12 +88,13 @@ def moved_to_host(
     saved: Saved,
     recomputes: Sequence[Recompute],
     costs: Costs,
-    host_budget: int | None,
+    host_room: float,
 ) -> list[Candidate]:
     """The saved storages that would rather be on the host, as candidates, in the order of forward.
 
     trial: in which every activation is saved.
     recomputes: those that could be computed again.
+    host_room: bytes that the host has for them.
     """
     again = {each.name: each for each in recomputes}
     reached, turn = _clock(trial, costs)
@@ -105,7 +106,7 @@ def moved_to_host(
             other = again.get(stay.of.name)
             price = inf if other is None else other.seconds / stay.of.num_bytes
             found.append((not alone.first <= where <= alone.last, -price, stay.made, stay))
-    host = Host(inf if host_budget is None else host_budget, turn)
+    host = Host(host_room, turn)
     seconds: dict[str, float] = {}
     for _, _, _, stay in sorted(found, key=lambda entry: entry[:3]):
         if host.has_room(stay):
@@ -128,7 +129,7 @@ def _candidates(host: Host, reached: Sequence[float], seconds: dict[str, float])
             stay.of.num_bytes,
             seconds[stay.of.name],
             values=stay.of.values,
-            away=stay.span(reached, out, home),
+            away=(stay.span(reached, out, home),),
         )
         for stay, out, home in zip(stays, done, begins, strict=True)
     ]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from .trial import Trial
 
-SLICE, KEEP, SAVE, OFFLOAD = "slice", "keep", "save", "offload"
+SLICE, KEEP, SAVE, OFFLOAD, STATE = "slice", "keep", "save", "offload", "state"
 TRIALS = 5  # at most, after the first, where something fits
 # Where nothing that was tried fits, as many more as take about as long as five of a graph of 4,000
 # nodes: of a small graph, every number of parameters.
@@ -54,14 +54,17 @@ class Candidate:
     """A way to use more memory.
 
     kind: a slice, a whole parameter, an activation that backward would else compute again, or one
-        that would else be on the host.
-    param: unit and name; of an activation, module and the forward node that allocates it.
-    num_bytes: that stay from forward to backward.
+        that would else be on the host; or what the optimizer remembers of a flat buffer's
+        parameters, which would else be there between updates.
+    param: unit and name; of an activation, module and the forward node that allocates it; of state,
+        the first parameter.
+    num_bytes: that stay from forward to backward; of state, all the time.
     seconds: that this saves: of gathering the parameter again, what is exposed; of computing the
         activation again, all of it; of copies to the host and back, what is exposed; None where
         nobody asked.
-    scratch, values, needs, sooner: of an activation, as in `planning.recompute.Recompute`.
-    away: where an activation is not on the device, if it goes to the host.
+    scratch, values, needs, sooner: of an activation, as in `planning.recompute.Recompute`. values:
+        of state, the names of its tensors.
+    away: where it is not on the device, if it goes to the host.
     """
 
     kind: str
@@ -72,7 +75,7 @@ class Candidate:
     values: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     sooner: tuple[str, ...] = ()
-    away: Span | None = None
+    away: tuple[Span, ...] = ()
 
     @property
     def is_activation(self) -> bool:
@@ -113,7 +116,9 @@ class PeakModel:
 
     @staticmethod
     def of(trial: Trial, candidates: Sequence[Candidate]) -> PeakModel:
-        """From a trial that keeps no parameter and saves every activation."""
+        """From a trial that keeps no parameter, saves every activation, and has all state on the
+        host.
+        """
         gathers: dict[Param, list[Gather]] = {}
         start = 0
         for lifetimes, profile in zip(trial.lifetimes, trial.profiles, strict=True):
@@ -123,8 +128,8 @@ class PeakModel:
         changes: list[tuple[Span, ...]] = []
         for candidate in candidates:
             found = gathers.get(candidate.param, [])
-            if candidate.kind == OFFLOAD:
-                changes.append((candidate.away,) if candidate.away else ())
+            if candidate.kind in (OFFLOAD, STATE):
+                changes.append(candidate.away)
             elif candidate.kind == SAVE:
                 changes.append(())
             elif len(found) < 2:  # backward has no use for it

@@ -35,6 +35,7 @@ from compiled_fsdp.ir.meta import (
     forget_heads,
     input_of,
     is_mesh,
+    is_state_hosted,
     made_at,
     place_of_input,
     places_of,
@@ -91,6 +92,8 @@ class WholeStep:
     held_by: with a scaler and several optimizers, which of them holds each parameter.
     ignored: parameters that no unit has, by their place among the inputs of what Dynamo has
         captured: name, and groups that cut them; see `of_inputs`.
+    states: of each parameter, what its optimizer remembers of it that may rest on the host: names
+        of tensors of its shape and dtype.
     doing: what the user did, for errors.
     """
 
@@ -108,6 +111,7 @@ class WholeStep:
     matrices: tuple[Matrix, ...] = ()
     held_by: tuple[tuple[Name, int], ...] = ()
     ignored: tuple[tuple[int, str, Axes], ...] = ()
+    states: tuple[tuple[Name, tuple[str, ...]], ...] = ()
     doing: str = "compile_step"
 
     @classmethod
@@ -154,6 +158,8 @@ def stitch(
             what, and what to write instead.
     """
     graph, end = forward.graph, output(forward.graph)
+    if plan.optimizer_state is None:
+        step = replace(step, states=())
     pairs = returned(end)
     into = _saved(backward.graph, [node for node, _ in pairs[num_outputs:]], step)
     set_returned(end, pairs[:num_outputs])
@@ -233,20 +239,24 @@ def _update(
             run, to_clip, step.clip, step.order, is_fused=is_fused, meshes=step.meshes
         )
     matrices = {(matrix.unit, matrix.fqn): matrix for matrix in step.matrices}
+    states = dict(step.states)
     for node, grad in zip(updated, grads, strict=True):
         run, owned = Builder(end, grad.node), []
         if grad.fqn:
             run(UPDATE, node, grad.flat, [], step.name, *told)
             continue
-        alone = []
+        alone, numel = [], 0
         for spec in grad.specs:
             matrix = matrices.get((spec.unit, spec.fqn))
             if matrix is None:
                 alone.append(spec.offset)
+                numel += len(states.get((spec.unit, spec.fqn), ())) * spec.shard_numel
             else:
                 owned.append((spec, matrix))
+        remembered: list[Any] = [told[0] if told else None, numel, grad.is_hosted]
         if alone:
-            run(UPDATE, node, grad.flat, sorted(alone), step.name, *told)
+            more = remembered if numel else told
+            run(UPDATE, node, grad.flat, sorted(alone), step.name, *more)
         updated_whole(run, node, grad.flat, owned, step.name, told)
 
 
@@ -471,7 +481,7 @@ def _flat_grad(
                 f"and a step without gradients updates nothing. {INSTEAD}"
             )
     flat: Any = terms[0].args[1]
-    return FlatGrad(root, flat, list(specs))
+    return FlatGrad(root, flat, list(specs), is_hosted=any(map(is_state_hosted, terms)))
 
 
 def _own_grad(root: Node, param: Node, fqn: str, axes: Axes, step: WholeStep) -> FlatGrad:

@@ -229,8 +229,8 @@ def _plan_of(values: dict[str, Any]) -> Plan:
             "costs": costs,
             "regions": tuple(map(str, regions)) if isinstance(regions, list) else regions,
             **{
-                name: tuple((unit, fqn) for unit, fqn in values[name])
-                for name in ("kept", "dropped")
+                name: tuple((unit, fqn) for unit, fqn in values.get(name, ()))
+                for name in ("kept", "dropped", "states_on_host")
             },
             **{name: CODES[values.get(name, "")] for name in QUANTIZED},
             **{

@@ -95,9 +95,10 @@ class GraphRecord:
     chunks: of each block that left it to costs in how many chunks its tokens travel, the "number"
         and the predicted "seconds" of each number, both ways; of the forward graph alone.
     choices: what the memory budget decided on, dearest first: "what" it is (a "slice", "keep": a
-        whole parameter, "save" or "offload": an activation, by what it would be given up for), "of"
-        which unit or module, its "name", whether it "is_kept" for backward, its "num_bytes", and
-        the "seconds" that keeping it saves (None where they are not known);
+        whole parameter, "save" or "offload": an activation, by what it would be given up for, or
+        "state": an optimizer's, of a flat buffer), "of" which unit or module, its "name" (of state,
+        those of its tensors), whether it "is_kept" for backward (state: on the device), its
+        "num_bytes", and the "seconds" that keeping it saves (None where they are not known);
         of the backward graph or a whole step.
     """
 

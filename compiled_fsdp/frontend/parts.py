@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from torch import optim
+import torch
+from torch import Tensor, optim
+
+from .states_at_rest import bring_home
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import nn
 
 # Each parameter's step depends on that parameter alone, and all state is the parameter's: so parts
 # of a step make up the whole.
@@ -75,7 +79,34 @@ def step_part(
             groups.append({**group, "params": part})
     if not groups:
         return
+    bring_home(optimizer, [p for group in groups for p in group["params"]])
+    _step(base, {**optimizer.__dict__, "param_groups": groups, **given})
+
+
+def remembered(
+    optimizer: optim.Optimizer, group: dict[str, Any], param: nn.Parameter
+) -> tuple[str, ...]:
+    """The names of what an optimizer of `ONE_BY_ONE` remembers of a parameter of this group, in
+    tensors of its shape and dtype; as a step would have it, for a parameter of two elements, unless
+    it is there already.
+    """
+    like, state = param, optimizer.state.get(param)
+    if not state:
+        like = torch.nn.Parameter(torch.zeros(2, dtype=param.dtype, device=param.device))
+        like.grad = torch.zeros_like(like)
+        found: dict[Any, dict[str, Any]] = defaultdict(dict)
+        alone = [{**group, "params": [like]}]
+        _step(type(optimizer), {**optimizer.__dict__, "param_groups": alone, "state": found})
+        state = found[like]
+    return tuple(sorted(name for name, each in state.items() if _is_like(each, like)))
+
+
+def _is_like(value: object, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape and value.dtype == param.dtype
+
+
+def _step(base: type[optim.Optimizer], attributes: dict[str, Any]) -> None:
     stand_in = object.__new__(base)
-    stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, **given}
+    stand_in.__dict__ = attributes
     step: Any = base.step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(stand_in)

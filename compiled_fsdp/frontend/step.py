@@ -25,11 +25,14 @@ from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.verdict import compare
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.torch_private.dynamo import error_of_backend, uncompiled, untraced, why_no_graph
+from compiled_fsdp.wire import copies
 
+from .hosted_states import HostedStates
 from .ignored import IgnoredParams
 from .matrices import Matrices
 from .optimizers import LOOP, Optimizers, Told
 from .scaling import Scaling
+from .states_at_rest import bring_home
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,10 +111,12 @@ class Step:
             "units": tuple(unit.key for unit in units),
         }
         self._matrices = Matrices(units, optimizers, self._take, self._told)
+        self._states = HostedStates(units, optimizers)
         self._plan()
         for unit in units:
             unit.on_update[self.name] = self._update
             unit.on_matrices[self.name] = self._matrices
+            unit.on_states[self.name] = self._states
             unit.on_verdict[self.name] = self._judge
         ignored.join(self.name, self._update_ignored, self._judge)
         self.is_running = False
@@ -119,11 +124,16 @@ class Step:
         optimizer_steps.before(_drop_gathered)
 
     def _plan(self) -> None:
-        """Decide who owns which matrix, and compile for that, and for which optimizer holds which
-        parameter, if a scaler asks; anew if others are trained, or held by others.
+        """Decide who owns which matrix, and compile for that, for which optimizer holds which
+        parameter, if a scaler asks, and for what they remember, if that may rest on the host; anew
+        if others are trained, or held by others, or other things are remembered.
         """
         self._planned_for = self._signature()
-        planned = {"matrices": self._matrices.planned(), "held_by": self._held_by()}
+        planned = {
+            "matrices": self._matrices.planned(),
+            "held_by": self._held_by(),
+            "states": self._states.planned(),
+        }
         if planned.items() <= self._wanted.items():
             return
         self._wanted.update(planned)
@@ -135,7 +145,7 @@ class Step:
 
     def _signature(self) -> tuple[object, ...]:
         """Changes if the step has to be planned anew."""
-        return self._matrices.signature(), self._held_by()
+        return self._matrices.signature(), self._held_by(), self._states.signature()
 
     def _held_by(self) -> tuple[tuple[tuple[str, str], int], ...]:
         """Which optimizer holds each parameter, by unit and name, if a graph has to know."""
@@ -185,6 +195,8 @@ class Step:
         except Exception as error:
             self._explain(error)
             raise
+        finally:
+            copies.arrived()
         if not self._updated:
             raise RuntimeError(
                 "compile_step: the loss depends on no parameter that is trained, so nothing was "
@@ -369,11 +381,12 @@ _made: weakref.WeakSet[Step] = weakref.WeakSet()
 
 def _drop_gathered(optimizer: optim.Optimizer) -> None:
     """Called before every step; one that is a graph takes over what it can use, and drops the
-    rest.
+    rest. What another step is to read has to be on the device.
     """
     if not any(step.is_running and optimizer in step.optimizers.made for step in _made):
         for step in list(_made):
             step.drop_gathered(optimizer)
+        bring_home(optimizer, list(optimizer.state))
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -70,10 +70,10 @@ class GraphInfo:
     inline: why nothing was compiled once; "" if something was.
     chunks: of blocks whose tokens travel in as many chunks as costs say, the "number", and by
         number the predicted "seconds" of the block, both ways.
-    choices: what a memory budget decided on: "what" ("slice", "keep", "save", or "offload", by what
-        it would be given up for), "of" which unit or module, its "name", whether it "is_kept" for
-        backward, "num_bytes", and the "seconds" that keeping it saves,
-        None where they are not known.
+    choices: what a memory budget decided on: "what" ("slice", "keep", "save", "offload", or
+        "state", by what it would be given up for), "of" which unit or module, its "name" (of state,
+        those of its tensors), whether it "is_kept" for backward (state: on the device),
+        "num_bytes", and the "seconds" that keeping it saves, None where they are not known.
     """
 
     kind: str

@@ -187,6 +187,8 @@ CHOICES = {  # by what it is, and whether it is kept
     ("save", False): "activations computed again",
     ("offload", True): "activations on the device that could be on the host",
     ("offload", False): "activations on the host from forward to backward",
+    ("state", True): "optimizer states on the device that could be on the host",
+    ("state", False): "optimizer states on the host between updates",
 }
 
 
@@ -205,7 +207,9 @@ def _budgeted(graph: GraphInfo) -> list[str]:
         alike: dict[str, list[int]] = {}
         for choice in found:
             named = choice["name"]
-            if what in ("save", "offload"):
+            if what == "state":
+                named = f"{choice['name']} of {choice['of']}"
+            elif what in ("save", "offload"):
                 named = f"{choice['of']} {re.sub(r'_[0-9]+$', '', named)}"
             place = re.sub(r"\d+", "*", named)
             alike.setdefault(place, []).append(choice["num_bytes"])

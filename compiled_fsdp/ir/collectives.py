@@ -258,6 +258,8 @@ def as_in_torch(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         return schema.COPY_TO, (*args, False), {}
     if target is schema.ALL_GATHER and list(args[1]) == [args[0].meta["val"].numel()]:
         return ALL_GATHER, (args[0], *args[2:]), {}
+    if target is schema.UPDATE:
+        return target, args[:7], dict(node.kwargs)  # wherever its state comes from
     if target is schema.EXCHANGE:
         args = tuple(shared_group(a) if isinstance(a, str) else a for a in args)
     return target, args, {} if target in STARTS else dict(node.kwargs)

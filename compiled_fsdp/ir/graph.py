@@ -13,7 +13,17 @@ from torch.utils.flop_counter import flop_registry
 
 from . import fakes, meta
 from .collectives import HOST, STARTS
-from .schema import COPY_TO, GATHER_NEXT, MOMENTUM, OFFLOAD, RELOAD, UPDATE, traits_of
+from .schema import (
+    COPY_TO,
+    FETCH_STATE,
+    GATHER_NEXT,
+    MOMENTUM,
+    OFFLOAD,
+    RELOAD,
+    STORE_STATE,
+    UPDATE,
+    traits_of,
+)
 from .subgraphs import unit_called_by
 
 if TYPE_CHECKING:
@@ -252,7 +262,14 @@ def way_of(node: Node) -> str:
     """
     if traits_of(node.target).starts != "copy":
         return ""
-    return HOST if node.target is OFFLOAD else str(node.args[1])
+    if node.target is OFFLOAD or node.target is STORE_STATE:
+        return HOST
+    return value(node).device.type if node.target is FETCH_STATE else str(node.args[1])
+
+
+def copied(node: Node) -> Node:
+    """Of a copy that has been started, the value that has the bytes that are copied."""
+    return node.all_input_nodes[0] if node.target is STORE_STATE else node
 
 
 def is_way_back(node: Node) -> bool:

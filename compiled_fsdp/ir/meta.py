@@ -39,7 +39,7 @@ _KEY = "fsdp"
 _CONSUMED, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_record", "fsdp_symbols"
 _HEADS, _CONTEXT = "fsdp_heads", "fsdp_context"
 _RETURNED, _ROOM, _AGAIN = "fsdp_returned", "fsdp_room", "fsdp_again"
-_OFFLOADED = "fsdp_offloaded"
+_OFFLOADED, _HOSTED = "fsdp_offloaded", "fsdp_hosted"
 TOKENS = (ForwardTokenAOTOutput, BackwardTokenAOTOutput)
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn
@@ -243,6 +243,21 @@ def is_offloaded(node: Node) -> bool:
 def keep_on_device(node: Node) -> None:
     """Take `offload` back."""
     node.meta.pop(_OFFLOADED, None)
+
+
+def host_state(node: Node, is_hosted: bool) -> None:
+    """Say of a parameter's gradient whether what the optimizer remembers of its buffer's parameters
+    rests on the host.
+    """
+    if is_hosted:
+        node.meta[_HOSTED] = True
+    else:
+        node.meta.pop(_HOSTED, None)
+
+
+def is_state_hosted(node: Node) -> bool:
+    """Whether `host_state` said so."""
+    return bool(node.meta.get(_HOSTED))
 
 
 def note_again(node: Node) -> None:

@@ -23,8 +23,13 @@ them.
     the unit finishes a reduction under way, once its gradient is read
 `step_(flat_grad, flat, offsets)`
     the optimizer steps these parameters now, if it overlaps; else they get their gradient
-`update_(flat_grad, flat, offsets, step, found_inf)`
-    a step's optimizer updates these (none: `flat`) unless `found_inf`
+`update_(flat_grad, flat, offsets, step, found_inf, state_numel, is_hosted, state)`
+    a step's optimizer updates these (none: `flat`) unless `found_inf`; what it remembers of them
+    are so many elements, which rest on the host if `is_hosted`: then `state` is a copy of them
+`fetch_state(flat, offsets, step, numel) -> state`
+    what a step's optimizer remembers of these comes from the host: started, not awaited
+`store_state(state, flat, offsets, step) -> token`
+    it goes back there: started, not awaited
 `momentum_(flat_grad, flat, offsets, step, ...) -> pieces`
     matrices: adds to their momentum; pieces of what is orthogonalized
 `to_owners(pieces, numels, owners, ...) -> received`
@@ -129,7 +134,10 @@ SCHEMAS = (
     f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, str[] codes, {SPEC}) -> ()",
     "step_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets) -> ()",
     "update_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets, str step, "
-    "Tensor? found_inf=None) -> ()",
+    "Tensor? found_inf=None, SymInt state_numel=0, bool is_hosted=False, Tensor(c!)? state=None) "
+    "-> ()",
+    "fetch_state(Tensor flat, SymInt[] offsets, str step, SymInt numel) -> Tensor",
+    "store_state(Tensor state, Tensor flat, SymInt[] offsets, str step) -> Tensor",
     "momentum_(Tensor(a!) flat_grad, Tensor flat, SymInt[] offsets, str step, SymInt numel, "
     "ScalarType dtype, Tensor? found_inf=None) -> Tensor",
     "to_owners(Tensor pieces, SymInt[] numels, SymInt[] owners, SymInt group_size, str group, str "
@@ -229,6 +237,8 @@ OURS = {
     "reduce_later_":          "4  -      -              kernel    unit   no  no  program yes yes",
     "step_":                  "0  -      -              none      -      no  no  program yes yes",
     "update_":                "0  -      -              kernel    -      no  no  program no  yes",
+    "fetch_state":            "0  -      copy           none      -      no  no  -       no  yes",
+    "store_state":            "0  -      copy           none      -      no  no  -       no  yes",
     "momentum_":              "0  -      -              kernel    -      no  no  program no  yes",
     "to_owners":              "0  -      all_to_all     exchange  -      no  no  -       no  no",
     "orthogonalize":          "0  -      -              kernel    -      no  no  -       no  yes",
@@ -322,6 +332,8 @@ CUSTOM_REDUCE_SCATTER = fsdp.custom_reduce_scatter.default
 REDUCE_LATER = fsdp.reduce_later_.default
 STEP = fsdp.step_.default
 UPDATE = fsdp.update_.default
+FETCH_STATE = fsdp.fetch_state.default
+STORE_STATE = fsdp.store_state.default
 MOMENTUM = fsdp.momentum_.default
 TO_OWNERS = fsdp.to_owners.default
 ORTHOGONALIZE = fsdp.orthogonalize.default

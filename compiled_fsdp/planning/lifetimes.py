@@ -25,6 +25,7 @@ from compiled_fsdp.ir.meta import get_tag, saved_for_backward
 from compiled_fsdp.ir.origins import key_of, num_bytes_of, source_of, tensors_of, unpacked
 from compiled_fsdp.ir.schema import (
     ENCODE,
+    FETCH_STATE,
     GATHER_AHEAD,
     GATHER_NEXT,
     ORTHOGONALIZE,
@@ -32,6 +33,7 @@ from compiled_fsdp.ir.schema import (
     param_spec,
     traits_of,
 )
+from compiled_fsdp.ir.states import rests_on_device, state_bytes
 from compiled_fsdp.ir.subgraphs import unit_called_by
 
 from .planner import MAX_AHEAD_BYTES
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 
 GATHERED, BUCKET, IN_FLIGHT = "gathered parameter", "bucket buffer", "in-flight collective"
 GRADIENT, ACTIVATION = "gradient", "activation saved for backward"
-OUTPUT, TEMPORARY = "output", "temporary"
+OUTPUT, TEMPORARY, STATE = "output", "temporary", "optimizer state"
 
 CAT, SLICE = torch.ops.aten.cat.default, torch.ops.aten.slice.Tensor
 MOST_READS = 8  # Inductor's limit on what a value may be computed from before it gets a buffer
@@ -64,7 +66,8 @@ class Storage:
         it.
     under_way: (start, wait) of every collective that reads or writes it.
     is_kept: the graph returns it, or a view of it, or leaves it in flight.
-    is_ahead: the optimizer's step before the graph has allocated it.
+    is_ahead: it was allocated before the graph: by the optimizer's step, or by an earlier one that
+        it is the state of.
     over: storages of the same size that it is written over, if their life ends there.
     """
 
@@ -203,6 +206,9 @@ class Lifetimes:
             self._keep_for_next(node)
         if node.target is UPDATE or node.target is ORTHOGONALIZE:
             self._compute_with(node)
+        if node.target is UPDATE and (num_bytes := state_bytes(node)) and rests_on_device(node):
+            kept = Storage(node, num_bytes, STATE, node.name, is_kept=True, is_ahead=True)
+            self.storages.append(kept)
         if (body := unit_called_by(node)) is not None:
             self._compute_inside(node, body)
         needed = [s for n in (*node.all_input_nodes, node) for s in self.of(n)]
@@ -309,7 +315,9 @@ class Lifetimes:
         started: set[CommTag] = set()
         for node in self.graph.nodes:
             tag = get_tag(node)
-            if tag is not None:
+            if node.target is FETCH_STATE:
+                self._call(node, STATE, node.name)
+            elif tag is not None:
                 self._name_communicated(node, tag, tag in started)
             elif traits_of(node.target).lowers_to == "gather":
                 self._call(node, GATHERED, param_spec(node).fqn)

@@ -100,17 +100,24 @@ class Plan:
         (`frontend/equal_units.py`), and kept whole: in and out of such a unit all is gathered
         before its call and reduced behind it; a tuple of names of classes, ("Block",): likewise,
         but units of these classes alone; "off": every layer is compiled by itself.
-    memory_budget: the peak that a training step may reach above what is at rest (parameters,
-        optimizer state): bytes as an int, or a float from 0.0 (every parameter that may be dropped
-        after forward is) to 1.0 (all are kept for backward). None: as `reshard_after_forward` says.
-        With a budget, `reshard_after_forward=True` and None mean "may be dropped". With
-        `recompute="budget"` 0.0 also means that all activations are computed again that may be.
+    memory_budget: the peak that a training step may reach above what is at rest (parameters, and
+        optimizer state, unless `optimizer_state` counts it): bytes as an int, or a float from 0.0
+        (every parameter that may be dropped after forward is) to 1.0 (all are kept for backward).
+        None: as `reshard_after_forward` says. With a budget, `reshard_after_forward=True` and None
+        mean "may be dropped". With `recompute="budget"` 0.0 also means that all activations are
+        computed again that may be.
     offload: "budget": saved activations may be in host memory from forward to backward, as far as
         `memory_budget` has no room for them: in one order with what is gathered and computed again,
         by what their copies leave exposed (`planning/offload.py`). On a CPU, whose memory is the
         host's, nothing is copied. None: all saved activations are on the device.
-    host_budget: with it, the bytes of activations that each rank may have in host memory (pinned)
-        at once; None: as many as the memory budget asks for.
+    optimizer_state: "budget": in the graph of a whole step (`compile_step`), what the optimizer
+        remembers of parameters may rest in host memory between updates, a unit's at a time, as far
+        as `memory_budget` has no room for it: in one order with the others, by what its copies
+        leave exposed (`planning/states.py`). The budget counts the state that is on the device
+        then, too. On a CPU nothing is copied. None: all state is on the device, and counts to what
+        is at rest.
+    host_budget: with either, the bytes of activations and of optimizer state that each rank may
+        have in host memory (pinned) at once; None: as many as the memory budget asks for.
     kept: decided from `memory_budget`, one graph at a time: (unit, parameter)
         that backward gets from forward.
     dropped: likewise, parameters with a smaller mesh (`reshard_after_forward` an int) of which not
@@ -118,6 +125,8 @@ class Plan:
     recomputed: likewise, storages that forward would save, by the node that allocates them, which
         backward computes again.
     offloaded: likewise, storages that are on the host from forward to backward.
+    states_on_host: likewise, (unit, first parameter) of each flat buffer of whose parameters what
+        the optimizer remembers rests on the host.
     costs: what computing and communicating cost, the same on every rank; None: measured in the
         first forward, see `calibrate`.
     gather_quantized: `torch.int8` or `torch.float8_e4m3fn`: parameters travel as codes of that
@@ -155,11 +164,13 @@ class Plan:
     regions: str | tuple[str, ...] = "auto"
     memory_budget: float | None = None
     offload: str | None = None
+    optimizer_state: str | None = None
     host_budget: int | None = None
     kept: tuple[tuple[str, str], ...] = ()
     dropped: tuple[tuple[str, str], ...] = ()
     recomputed: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
+    states_on_host: tuple[tuple[str, str], ...] = ()
     costs: Costs | None = None
     gather_quantized: torch.dtype | None = None
     reduce_quantized: torch.dtype | None = None
@@ -238,6 +249,7 @@ ASKED = (
     "regions",
     "memory_budget",
     "offload",
+    "optimizer_state",
     "host_budget",
     "costs",
 )

@@ -24,7 +24,7 @@ SIZES = {
     "reduction_bytes": "None (three times the largest reduction)",
     "host_budget": "None (as many as the memory budget asks for)",
 }
-BY_BUDGET = "budget"  # of `recompute` and `offload`
+BY_BUDGET = "budget"  # of `recompute`, `offload` and `optimizer_state`
 REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
 COPY_OUT = ("copy", "strided", None)
 REGIONS = ("auto", "units", "off")
@@ -151,22 +151,31 @@ def _check_budget(plan: Plan) -> None:
 
 
 def _check_offload(plan: Plan) -> None:
-    """Activations are offloaded by a budget; nothing else is by a plan."""
+    """Activations, and an optimizer's state, are on the host by a budget."""
     if plan.offload not in (None, BY_BUDGET):
         raise ValueError(
             f"Plan: offload={plan.offload!r}; should be None, or {BY_BUDGET!r}, for saved "
-            "activations. Parameters and the optimizer's state rest on the host by "
-            "CPUOffloadPolicy (fully_shard) or CPUOffload (FullyShardedDataParallel)"
+            "activations. An optimizer's state rests on the host by "
+            f"Plan(optimizer_state={BY_BUDGET!r}) with compile_step; parameters, and their state "
+            "with them, by CPUOffloadPolicy (fully_shard) or CPUOffload (FullyShardedDataParallel)"
         )
-    if plan.offload is not None and plan.memory_budget is None:
+    if plan.optimizer_state not in (None, BY_BUDGET):
         raise ValueError(
-            f"Plan: offload={BY_BUDGET!r} with memory_budget=None; a budget decides which "
-            "activations go to the host. Set one, in bytes (an int) or as a float from 0.0 to 1.0"
+            f"Plan: optimizer_state={plan.optimizer_state!r}; should be None (on the device), or "
+            f"{BY_BUDGET!r}, for state that rests on the host as far as memory_budget asks for it. "
+            "For all of it, memory_budget=0.0"
         )
-    if plan.host_budget is not None and plan.offload is None:
+    for name, what in (("offload", "activations go"), ("optimizer_state", "optimizer state goes")):
+        if getattr(plan, name) is not None and plan.memory_budget is None:
+            raise ValueError(
+                f"Plan: {name}={BY_BUDGET!r} with memory_budget=None; a budget decides which "
+                f"{what} to the host. Set one, in bytes (an int) or as a float from 0.0 to 1.0"
+            )
+    if plan.host_budget is not None and plan.offload is None and plan.optimizer_state is None:
         raise ValueError(
-            f"Plan: host_budget={plan.host_budget!r} with offload=None, so that nothing goes to "
-            f"the host. Set offload={BY_BUDGET!r}, or leave out host_budget"
+            f"Plan: host_budget={plan.host_budget!r} with offload=None and optimizer_state=None, "
+            f"so that nothing goes to the host. Set one of them to {BY_BUDGET!r}, or leave out "
+            "host_budget"
         )
 
 

@@ -24,7 +24,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir.graph import is_heavy, phase_of, way_of
+from compiled_fsdp.ir.graph import copied, is_heavy, phase_of, way_of
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.regions import Region, find_regions
 
@@ -140,7 +140,9 @@ def program(graph: Graph, costs: Costs) -> list[Point]:
         is_start, way = node.target in comm.STARTS, way_of(node)
         if not points or is_start or way or node.target is comm.WAIT or is_heavy(node):
             start = node.all_input_nodes[0] if node.target is comm.WAIT else None
-            takes = costs.wire(node) if is_start else costs.copy(nbytes(node)) if way else 0.0
+            takes = (
+                costs.wire(node) if is_start else costs.copy(nbytes(copied(node))) if way else 0.0
+            )
             points.append(Point(node, transfer=takes, start=start, way=way))
         points[-1].seconds += costs.compute(node)
     return points

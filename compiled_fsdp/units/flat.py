@@ -219,7 +219,12 @@ class FlatBuffer:
                 self.accumulate_grad(flat_grad, params)
 
     def update(
-        self, flat_grad: Tensor, offsets: Sequence[int], step: str, found_inf: Tensor | None
+        self,
+        flat_grad: Tensor,
+        offsets: Sequence[int],
+        step: str,
+        found_inf: Tensor | None,
+        state: Tensor | None,
     ) -> None:
         """See `kernels.Owner`."""
         self._say_if_written()
@@ -230,8 +235,23 @@ class FlatBuffer:
             if step == schema.BACKWARD:
                 self.unit.on_gradients()
                 self.accumulate_grad(flat_grad.clone(), params)  # a compiler may use it again
-            else:
+            elif state is None:
                 self.unit.on_update[step](self, flat_grad, params, found_inf)
+            else:
+                with self.unit.on_states[step].lent(self, offsets, state):
+                    self.unit.on_update[step](self, flat_grad, params, found_inf)
+
+    def fetch_state(
+        self, offsets: Sequence[int], step: str, numel: int
+    ) -> tuple[Tensor, dist.Work | None]:
+        """See `kernels.Owner`."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return self.unit.on_states[step].fetch(self, offsets, numel)
+
+    def store_state(self, state: Tensor, offsets: Sequence[int], step: str) -> dist.Work:
+        """See `kernels.Owner`."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return self.unit.on_states[step].store(self, offsets, state)
 
     def momentum(
         self,

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from .gathers import Gather
     from .matrices import OnMatrices
+    from .states import OnStates
 
     OnUpdate = Callable[[FlatBuffer, Tensor, Sequence[ShardedParam], Tensor | None], object]
 
@@ -107,6 +108,8 @@ class Unit:
         self.on_update: dict[str, OnUpdate] = {}
         # Called with those that it updates whole, each at one rank.
         self.on_matrices: dict[str, OnMatrices] = {}
+        # Called for what the step's optimizers remember, where that rests on the host.
+        self.on_states: dict[str, OnStates] = {}
         # Called by such a graph before it updates anything: the ranks compare their checksums.
         self.on_verdict: dict[str, Callable[[], None]] = {}
         # Called when a backward keeps gradients of a buffer for a later one.

@@ -5,7 +5,8 @@ A copy is started on a stream of its own, one for each direction, and awaited as
 what is copied to the device, by the device's current stream, so that the host runs on; what is
 copied to the host, by the host, which reads it next (the optimizer's step). An activation is read
 by the device alone, when it is copied back: so the device's stream awaits it, behind which its
-memory there may be used for something else.
+memory there may be used for something else. So it does for an optimizer's state; what goes back to
+the host lasts, and `arrived` has the host wait for it at the end of a whole step.
 
 [Note: host memory under way]
 A copy out of pinned memory reads it after the host has moved on. So `settle` waits for those before
@@ -31,9 +32,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# Torch keeps the C++ half of a `Work` alone; and events of copies out of host memory.
+# Torch keeps the C++ half of a `Work` alone; and events of copies out of host memory, and into what
+# stays there.
 _under_way: set[Copy] = set()
 _reading: dict[torch.device, Any] = {}
+_arriving: dict[torch.device, Any] = {}
 _is_planned_apart = False  # by `planned_apart`
 
 
@@ -86,24 +89,32 @@ def planned_apart() -> Iterator[None]:
 
 
 def begin(
-    source: Tensor, device: str, pins: bool, *, is_for_device: bool = False
+    source: Tensor,
+    device: str,
+    pins: bool,
+    *,
+    is_for_device: bool = False,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     """Start to copy a tensor to a type of device, or to the host, into pinned memory if `pins`; the
     copy, and a `Work` to await it by.
 
-    is_for_device: what goes to the host is not read there.
+    is_for_device: what goes to the host is not read there before `arrived`.
+    into: what is copied to, instead of memory of its own.
     """
     is_to_host = device == HOST
     on = source.device if is_to_host else _current(device)
     module = _module(on)
     stream = _stream(on, is_to_host)
     target = torch.device("cpu") if is_to_host else on
-    copied = _empty(source, target, pins)
+    copied = _empty(source, target, pins) if into is None else into
     stream.wait_stream(module.current_stream(on))  # which writes the one, or has read the other
     with module.stream(stream):
         copied.copy_(source, non_blocking=True)
         event = stream.record_event()
     if is_for_device:
+        if into is not None:
+            _arriving[on] = event
         return copied, Copy(event, on, False, source, copied)
     if is_to_host:
         source.record_stream(stream)
@@ -124,6 +135,12 @@ def settle() -> None:
     """
     while _reading:
         _reading.popitem()[1].synchronize()
+
+
+def arrived() -> None:
+    """Let the host wait until all that stays in its memory (an optimizer's state) is there."""
+    while _arriving:
+        _arriving.popitem()[1].synchronize()
 
 
 def pinned(tensor: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from . import unused_outputs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch.distributed as dist
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -92,11 +94,27 @@ class Owner(unused_outputs.Buffer, Protocol):
         """
 
     def update(
-        self, flat_grad: Tensor, offsets: Sequence[int], step: str, found_inf: Tensor | None
+        self,
+        flat_grad: Tensor,
+        offsets: Sequence[int],
+        step: str,
+        found_inf: Tensor | None,
+        state: Tensor | None,
     ) -> None:
         """Reduced gradients of these, for the optimizer of the whole step of this name; `found_inf`
         is 1 if gradients are scaled and some is inf or NaN; of several optimizers, one for each.
+        `state`: what the optimizer remembers of these, if that rests on the host.
         """
+
+    def fetch_state(
+        self, offsets: Sequence[int], step: str, numel: int
+    ) -> tuple[Tensor, dist.Work | None]:
+        """Start to copy from the host what the optimizer of a whole step remembers of these;
+        returns the copy, and what awaits it: None if there is nothing yet.
+        """
+
+    def store_state(self, state: Tensor, offsets: Sequence[int], step: str) -> dist.Work:
+        """Start to copy it back."""
 
     def momentum(
         self,

@@ -21,8 +21,17 @@ from compiled_fsdp.torch_private.dynamo import before_backend, is_dynamo_faking
 from compiled_fsdp.torch_private.fakes import empty_like_fake
 from compiled_fsdp.torch_private.groups import group_named
 
-# matrix_ops and tensor_ops register theirs
-from . import agreement, launch, matrix_ops, own_groups, ranges, tensor_ops, unused_outputs  # noqa: F401
+# matrix_ops, state_ops and tensor_ops register theirs
+from . import (  # noqa: F401
+    agreement,
+    launch,
+    matrix_ops,
+    own_groups,
+    ranges,
+    state_ops,
+    tensor_ops,
+    unused_outputs,
+)
 from .ignored import taken_of
 from .kernels import Piece, fake, kernel, owner_of, reached
 from .runs import note_run
@@ -239,10 +248,13 @@ def _update(
     offsets: Sequence[int],
     step: str,
     found_inf: Tensor | None = None,
+    state_numel: int = 0,
+    is_hosted: bool = False,
+    state: Tensor | None = None,
 ) -> None:
     _num_updates[step] += 1
     if offsets:
-        owner_of(flat, "update_").update(flat_grad, offsets, step, found_inf)
+        owner_of(flat, "update_").update(flat_grad, offsets, step, found_inf, state)
     else:
         taken_of(flat, "update_").update(flat_grad, step, found_inf)
 

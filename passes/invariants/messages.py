@@ -18,11 +18,13 @@ from compiled_fsdp.ir.schema import (
     AGREE,
     CHECKSUM,
     COMPARE,
+    FETCH_STATE,
     GATHER_AHEAD,
     OFFLOAD,
     REDUCE_LATER,
     RELOAD,
     START_COPY,
+    STORE_STATE,
     TO_LOWER,
     WATCH_HEADS,
     param_spec,
@@ -68,7 +70,7 @@ def waited_once(gm: GraphModule, plan: Plan) -> Violations:
 
 def copied_once(gm: GraphModule, plan: Plan) -> Violations:
     """Every copy to or from the host is awaited exactly once, and nothing else reads its result."""
-    for node in find(gm.graph, START_COPY, OFFLOAD, RELOAD):
+    for node in find(gm.graph, START_COPY, OFFLOAD, RELOAD, FETCH_STATE, STORE_STATE):
         if [user.target for user in node.users] != [WAIT]:
             yield node, f"%{node.name} is read by {[f'%{u.name}' for u in node.users]}"
 

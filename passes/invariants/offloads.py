@@ -19,6 +19,7 @@ from compiled_fsdp.ir.graph import (
 )
 from compiled_fsdp.ir.meta import saved_for_backward
 from compiled_fsdp.ir.schema import OFFLOAD, RELOAD, traits_of
+from compiled_fsdp.ir.states import hosted_bytes
 from compiled_fsdp.planning.offload import host_bytes
 from compiled_fsdp.planning.recompute import origin
 
@@ -75,9 +76,13 @@ def back_once(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def within_host_budget(gm: GraphModule, plan: Plan) -> Violations:
-    """The activations that are on the host at once have no more bytes than the plan allows."""
-    found = host_bytes(gm.graph) if plan.host_budget is not None else 0
-    if plan.host_budget is not None and found > plan.host_budget:
+    """The activations and the optimizer state that are on the host at once have no more bytes than
+    the plan allows.
+    """
+    if plan.host_budget is None:
+        return
+    found = host_bytes(gm.graph) + hosted_bytes(gm.graph)
+    if found > plan.host_budget:
         copies = [n for n in gm.graph.nodes if traits_of(n.target).starts == "copy"]
         yield (
             (*copies, output(gm.graph))[0],

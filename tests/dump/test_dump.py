@@ -172,8 +172,9 @@ rank0/000_joint/04_choose_collectives.txt
 rank0/000_joint/05_reshard.txt
 rank0/000_joint/06_mark_recomputed.txt
 rank0/000_joint/07_mark_offloaded.txt
-rank0/000_joint/08_note_heads.txt
-rank0/000_joint/09_name_groups.txt
+rank0/000_joint/08_mark_states.txt
+rank0/000_joint/09_note_heads.txt
+rank0/000_joint/10_name_groups.txt
 rank0/001_forward/00_capture.json.gz
 rank0/001_forward/00_capture.txt
 rank0/001_forward/01_lower.diff
@@ -203,14 +204,15 @@ rank0/001_forward/18_gather_ahead.txt
 rank0/001_forward/19_gather_next.txt
 rank0/001_forward/20_copy_aside.txt
 rank0/001_forward/21_hide_copies.txt
-rank0/001_forward/22_summarize.txt
-rank0/001_forward/23_watch_heads.txt
-rank0/001_forward/24_agree.diff
-rank0/001_forward/24_agree.json.gz
-rank0/001_forward/24_agree.txt
-rank0/001_forward/25_use_gloo.txt
-rank0/001_forward/26_name_collectives.txt
-rank0/001_forward/27_verify.txt
+rank0/001_forward/22_fetch_states.txt
+rank0/001_forward/23_summarize.txt
+rank0/001_forward/24_watch_heads.txt
+rank0/001_forward/25_agree.diff
+rank0/001_forward/25_agree.json.gz
+rank0/001_forward/25_agree.txt
+rank0/001_forward/26_use_gloo.txt
+rank0/001_forward/27_name_collectives.txt
+rank0/001_forward/28_verify.txt
 rank0/001_forward/memory.json.gz
 rank0/001_forward/memory.txt
 rank0/001_forward/record.json
@@ -242,14 +244,15 @@ rank0/002_backward/18_gather_ahead.txt
 rank0/002_backward/19_gather_next.txt
 rank0/002_backward/20_copy_aside.txt
 rank0/002_backward/21_hide_copies.txt
-rank0/002_backward/22_summarize.txt
-rank0/002_backward/23_watch_heads.txt
-rank0/002_backward/24_agree.diff
-rank0/002_backward/24_agree.json.gz
-rank0/002_backward/24_agree.txt
-rank0/002_backward/25_use_gloo.txt
-rank0/002_backward/26_name_collectives.txt
-rank0/002_backward/27_verify.txt
+rank0/002_backward/22_fetch_states.txt
+rank0/002_backward/23_summarize.txt
+rank0/002_backward/24_watch_heads.txt
+rank0/002_backward/25_agree.diff
+rank0/002_backward/25_agree.json.gz
+rank0/002_backward/25_agree.txt
+rank0/002_backward/26_use_gloo.txt
+rank0/002_backward/27_name_collectives.txt
+rank0/002_backward/28_verify.txt
 rank0/002_backward/memory.json.gz
 rank0/002_backward/memory.txt
 rank0/002_backward/record.json
@@ -265,7 +268,7 @@ rank0/settings.json""",
             self.assertEqual(
                 first,
                 "# made by lower; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, "
-                "MARKED_AWAY, HEADS_NOTED, GROUPS_NAMED, LOWERED; 0 gathers, 2 reductions; 0 bytes "
+                "MARKED_AWAY, STATES_MARKED, HEADS_NOTED, GROUPS_NAMED, LOWERED; 0 gathers, 2 reductions; 0 bytes "
                 "gathered, largest bucket 0",
             )
             self.assertExpectedInline(

@@ -164,6 +164,8 @@ CASES: dict[str, Callable[[], object]] = {
     "units and activations by a budget": lambda: Plan(
         regions="units", memory_budget=0.5, recompute="budget"
     ),
+    "the optimizer's state by word": lambda: Plan(memory_budget=0.5, optimizer_state="host"),
+    "the optimizer's state without a budget": lambda: Plan(optimizer_state="budget"),
     "offload without a budget": lambda: Plan(offload="budget"),
     "a host's budget alone": lambda: Plan(memory_budget=0.5, host_budget=1 << 30),
     "a host's budget by word": lambda: Plan(
@@ -487,9 +489,20 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     ),
     "the optimizer's state by a budget": (
         ValueError,
-        "Plan: offload='optimizer'; should be None, or 'budget', for saved activations. Parameters "
-        "and the optimizer's state rest on the host by CPUOffloadPolicy (fully_shard) or "
-        "CPUOffload (FullyShardedDataParallel)",
+        "Plan: offload='optimizer'; should be None, or 'budget', for saved activations. An "
+        "optimizer's state rests on the host by Plan(optimizer_state='budget') with compile_step; "
+        "parameters, and their state with them, by CPUOffloadPolicy (fully_shard) or CPUOffload "
+        "(FullyShardedDataParallel)",
+    ),
+    "the optimizer's state by word": (
+        ValueError,
+        "Plan: optimizer_state='host'; should be None (on the device), or 'budget', for state that "
+        "rests on the host as far as memory_budget asks for it. For all of it, memory_budget=0.0",
+    ),
+    "the optimizer's state without a budget": (
+        ValueError,
+        "Plan: optimizer_state='budget' with memory_budget=None; a budget decides which optimizer "
+        "state goes to the host. Set one, in bytes (an int) or as a float from 0.0 to 1.0",
     ),
     "offload without a budget": (
         ValueError,
@@ -509,8 +522,8 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     ),
     "a host's budget alone": (
         ValueError,
-        "Plan: host_budget=1073741824 with offload=None, so that nothing goes to the host. Set "
-        "offload='budget', or leave out host_budget",
+        "Plan: host_budget=1073741824 with offload=None and optimizer_state=None, so that nothing "
+        "goes to the host. Set one of them to 'budget', or leave out host_budget",
     ),
     "a host's budget by word": (
         ValueError,
@@ -532,9 +545,9 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
         "planned: ['prefetch_units'] are no fields of Plan; it has ['prefetch', "
         "'backward_prefetch', 'reduces_in_flight', 'bucket_bytes', 'split_bytes', 'own_message', "
         "'reductions', 'copy_out', 'reduction_bytes', 'recompute', 'overlap_exchanges', "
-        "'exchange_group', 'record_routing', 'regions', 'memory_budget', 'offload', 'host_budget', "
-        "'kept', 'dropped', 'recomputed', 'offloaded', 'costs', 'gather_quantized', "
-        "'reduce_quantized', 'exact', 'check']",
+        "'exchange_group', 'record_routing', 'regions', 'memory_budget', 'offload', "
+        "'optimizer_state', 'host_budget', 'kept', 'dropped', 'recomputed', 'offloaded', "
+        "'states_on_host', 'costs', 'gather_quantized', 'reduce_quantized', 'exact', 'check']",
     ),
     "planned with a bad value": (
         ValueError,

@@ -61,13 +61,21 @@ class Copies:
         self._on_host = 0
 
     def begin(
-        self, source: Tensor, device: str, pins: bool, *, is_for_device: bool = False
+        self,
+        source: Tensor,
+        device: str,
+        pins: bool,
+        *,
+        is_for_device: bool = False,
+        into: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        copied = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
+        copied = into
+        if copied is None:
+            copied = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
         copied.fill_(torch.nan if source.is_floating_point() else 1)
         work = Late(source.detach(), copied, device == HOST)
         self.num_begun += 1
-        if is_for_device:
+        if is_for_device and into is None:
             num_bytes = copied.nbytes
             self._on_host += num_bytes
             self.most_on_host = max(self.most_on_host, self._on_host)

@@ -33,7 +33,9 @@ from compiled_fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
     Plan,
+    compile_step,
     fully_shard,
+    planned,
     set_plan,
 )
 from compiled_fsdp.planning.costs import Costs, Link
@@ -426,6 +428,45 @@ def slow_copies(front: str, mode: str) -> None:
     with late_copies(400_000):
         for _ in range(10 if mode == "eager" else 3):
             _check_same(offload_losses(front, mode, True), expected)
+
+
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_state_on_the_host_changes_nothing(is_clipped: bool) -> None:
+    in_process(state_on_the_host, is_clipped)
+
+
+def state_on_the_host(is_clipped: bool) -> None:
+    """Also where copies run far later than they were asked for."""
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
+    torch.use_deterministic_algorithms(True)
+    clip = 0.5 if is_clipped else None
+    expected = stepped(clip, is_hosted=False)
+    with late_copies(400_000):
+        found = stepped(clip, is_hosted=True)
+    _check_same(found, expected)
+
+
+def stepped(clip: float | None, *, is_hosted: bool) -> tuple[list[float], list[Tensor]]:
+    """Losses of whole steps, and what the optimizer remembers."""
+    torch._dynamo.reset()
+    model = make("cuda", fully_shard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = compile_step(model, optimizer, clip=clip, backend="compiled_fsdp_eager")
+    generator, losses = torch.Generator().manual_seed(1), []
+    with planned(memory_budget=0.0, optimizer_state="budget" if is_hosted else None):
+        for _ in range(STEPS):
+            tokens = torch.randint(256, (2, 33), generator=generator).cuda()
+            losses.append(step(tokens[:, :-1], tokens[:, 1:]).item())
+    state = [
+        local_tensor(optimizer.state[p][name])
+        for p in model.parameters()
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
+    assert {each.device.type for each in state} == {"cpu" if is_hosted else "cuda"}
+    assert not is_hosted or all(each.is_pinned() for each in state)
+    return losses, [each.cpu() for each in state]
 
 
 @contextmanager

@@ -133,6 +133,7 @@ class TestPipeline(GraphTest):
         """By a pass, as its entry says, or by one of the two decisions before."""
         declared = {option for entry in PIPELINE for option in entry.consumes}
         before = {"Plan.memory_budget", "Plan.recompute", "Plan.offload", "Plan.host_budget"}
+        before |= {"Plan.optimizer_state"}
         self.assertEqual(
             {o for o in declared if o.startswith("Plan.")} | before, {*map("Plan.{}".format, ASKED)}
         )

@@ -334,11 +334,13 @@ CHANGES = {
     "regions": "off",
     "memory_budget": 0.5,
     "offload": "budget",
+    "optimizer_state": "budget",
     "host_budget": 3,
     "kept": (("u", "w"),),
     "dropped": (("u", "w"),),
     "recomputed": ("mm",),
     "offloaded": ("mm",),
+    "states_on_host": (("u", "w"),),
     "costs": costs(1.0, 1.0),
     "gather_quantized": torch.int8,
     "reduce_quantized": torch.float8_e4m3fn,
@@ -347,6 +349,7 @@ CHANGES = {
 }
 WITH = {  # what a field cannot be without
     "offload": {"memory_budget": 0.5},
+    "optimizer_state": {"memory_budget": 0.5},
     "host_budget": {"memory_budget": 0.5, "offload": "budget"},
 }
 

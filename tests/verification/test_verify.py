@@ -18,6 +18,8 @@ from compiled_fsdp.passes.base import Pass, Property, Stage, run_pipeline
 from compiled_fsdp.passes.gather_ahead import gather_ahead
 from compiled_fsdp.passes.gather_next import gather_next
 from compiled_fsdp.passes.invariants.gradients import gathered_after_update, judged_first
+from compiled_fsdp.passes.invariants.offloads import within_host_budget
+from compiled_fsdp.passes.invariants.states import fetched_once, stored_once
 from compiled_fsdp.passes.leave_in_flight import leave_in_flight
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.pipeline import HALF
@@ -37,6 +39,7 @@ from compiled_fsdp.ir.schema import (
     ADD_RETAINED,
     AGREE,
     COMPARE,
+    FETCH_STATE,
     FREE,
     FROM_OWNERS,
     GATHER_NEXT,
@@ -47,6 +50,7 @@ from compiled_fsdp.ir.schema import (
     REDUCE_LATER,
     RELOAD,
     START_COPY,
+    STORE_STATE,
     TO_OWNERS,
     UPDATE,
     UPDATE_MATRICES,
@@ -168,6 +172,34 @@ def there_and_back(case: str = "") -> GraphModule:
     return hand.returns(*found, *([a] if case == "saved" else []))
 
 
+def remembered(case: str = "") -> GraphModule:
+    """An update with its state from the host, with something wrong in this case."""
+    hand = Hand()
+    flat, grad, other = (hand.input(name, 2) for name in ("flat", "grad", "other"))
+    whose: tuple[Any, ...] = (flat, [0], "step0")
+    fetch = hand(FETCH_STATE, other if case == "of others" else flat, *whose[1:], 4)
+    if case == "fetched twice":
+        hand(WAIT, hand(FETCH_STATE, *whose, 4))
+    state = hand(WAIT, fetch)
+    if case == "stored early":
+        hand(WAIT, hand(STORE_STATE, state, *whose))
+    numel = 8 if case == "another size" else 4
+    given = {"not fetched": None, "not awaited": fetch, "something else": hand.compute(other)}
+    given_state = given.get(case, state)
+    hand(UPDATE, grad, *whose, None, numel, True, given_state)
+    if case == "read":
+        hand.compute(state)
+    if case not in ("left there", "stored early"):
+        store = hand(STORE_STATE, state, other if case == "elsewhere" else flat, *whose[1:])
+        if case != "never there":
+            hand(WAIT, store)
+    if case == "stored twice":
+        hand(WAIT, hand(STORE_STATE, state, *whose))
+    if case == "something stored":
+        hand(WAIT, hand(STORE_STATE, other, *whose))
+    return hand.returns()
+
+
 class TestVerify(GraphTest):
     def assertBroken(self, gm: GraphModule, expected: str, plan: Plan = PLAN) -> None:
         with self.assertRaises(GraphInvariantError) as caught:
@@ -261,6 +293,52 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
                 "not awaited there": r"%offload_default is read by \['%wait_tensor_default', '%r",
             }
         )
+
+    def assertStateSaid(self, rule: Any, cases: dict[str, str]) -> None:
+        """What is said of each way in which the way of an optimizer's state is broken."""
+        self.assertEqual(list(rule(remembered(), PLAN)), [])
+        for case, said in cases.items():
+            with self.subTest(case):
+                found = [detail for _, detail in rule(remembered(case), PLAN)]
+                self.assertRegex(" ".join(found), said)
+
+    def test_fetched_once(self):
+        self.assertStateSaid(
+            fetched_once,
+            {
+                "fetched twice": "%fetch_state_default_1 reads on the host what %fetch_state_def",
+                "of others": "%update__default reads the state of others, which %fetch_state_de",
+                "another size": "%update__default remembers other elements than %fetch_state_",
+                "not fetched": "%update__default is given no state, which is to rest on the host",
+                "not awaited": "%update__default reads %fetch_state_default, which is no wait",
+                "something else": "%update__default reads %neg_default, which is no wait for its",
+            },
+        )
+        with self.assertRaisesRegex(GraphInvariantError, "is given no state"):
+            verify(remembered("not fetched"), PLAN)
+
+    def test_stored_once(self):
+        self.assertStateSaid(
+            stored_once,
+            {
+                "left there": r"what %update__default writes is read by \[\]",
+                "never there": "what %update__default writes is read by",
+                "stored twice": r"is read by \['%store_state_default', '%store_state_default_1'\]",
+                "read": r"is read by \['%neg_default_1', '%store_state_default'\]",
+                "elsewhere": "%store_state_default stores the state of %update__default elsewhere",
+                "stored early": "%store_state_default stores what %update__default is yet to write",
+                "something stored": "%store_state_default_1 stores what no update_ has written",
+            },
+        )
+        with self.assertRaisesRegex(GraphInvariantError, r"%fetch_state_default is read by \["):
+            verify(remembered("not awaited"), PLAN)
+
+    def test_state_within_host_budget(self):
+        """16 bytes that rest there."""
+        plan = Plan(memory_budget=1.0, optimizer_state="budget", host_budget=16)
+        self.assertEqual(list(within_host_budget(remembered(), plan)), [])
+        ((_, said),) = within_host_budget(remembered(), replace(plan, host_budget=15))
+        self.assertEqual(said, "16 bytes are on the host at once; host_budget=15")
 
     def test_within_host_budget(self):
         """64 bytes there and back; others may follow, but not beside them."""

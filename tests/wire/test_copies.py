@@ -86,6 +86,7 @@ def device() -> Iterator[Device]:
         yield made
     copies._stream.cache_clear()
     copies._reading.clear()
+    copies._arriving.clear()
 
 
 def test_the_device_is_asked_what_torch_has() -> None:
@@ -139,6 +140,20 @@ def test_an_activation_to_the_host(device: Device) -> None:
     assert device.log[4:] == [], "nothing reads the host's memory"
     back, _ = copies.begin(copied, "cuda", False)
     assert back.stride() == (1, 2)
+
+
+def test_what_stays_on_the_host(device: Device) -> None:
+    """An optimizer's state: the device's stream waits for its memory, the host at the end."""
+    rests = torch.empty(4)
+    copied, work = copies.begin(
+        torch.empty(4, device="cuda"), copies.HOST, True, is_for_device=True, into=rests
+    )
+    assert copied is rests
+    work.wait()
+    assert device.log[3:] == ["main waits for an event"]
+    copies.arrived()
+    copies.arrived()
+    assert device.log[4:] == ["the host waits for an event"]
 
 
 def test_one_stream_for_each_direction(device: Device) -> None:

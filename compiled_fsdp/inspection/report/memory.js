@@ -1,6 +1,6 @@
 // The memory of a step: bytes alive by kind over its nodes, the peak, and what is alive at any place.
 
-const KIND_ORDER = ["activation saved for backward", "output", "gradient", "gathered parameter", "bucket buffer", "in-flight collective", "temporary"];
+const KIND_ORDER = ["activation saved for backward", "output", "gradient", "gathered parameter", "bucket buffer", "optimizer state", "in-flight collective", "temporary"];
 const M = { left: 66, right: 14, top: 26, bottom: 40, height: 300 };
 const styleOf = (kind) => `kind-${kind.replaceAll(" ", "-")}`;
 
