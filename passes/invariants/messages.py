@@ -31,7 +31,7 @@ from compiled_fsdp.ir.sequence import sequence
 from compiled_fsdp.ir.spec import AGAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch.fx import GraphModule, Node
 
@@ -201,32 +201,38 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
     for region in find_regions(gm.graph, "reduce"):
         how, communicates = region.spec.reduction, (*region.starts, *region.waits)
         divisions = [n for n in region.nodes if n.target is torch.ops.aten.div.Tensor]
-        after = prod(
-            [_number(n) for n in divisions if not communicates or communicates[0] < n], start=1.0
-        )
-        before = {_divisor(n, region) for n in _sent(communicates[0])} if communicates else {1.0}
+        behind = [n for n in region.nodes if not communicates or communicates[0] < n]
+        after = {_divisor(n, behind) for n in _ends(behind)} or {1.0}
+        sent = _sent(communicates[0]) if communicates else []
+        before = {_divisor(n, region.nodes) for n in sent} or {1.0}
         wanted = {"retain": (1.0, 1.0), "scatter": (how.pre_divide, 1.0)}.get(
             how.sync, (how.pre_divide, how.post_divide)
         )
         if not communicates:
             wanted = 1.0, prod(wanted)
         for later in (n for n in region.nodes if n.target is REDUCE_LATER):
-            after *= param_spec(later).post_divide
-        if (before, after) != ({wanted[0]}, wanted[1]):
+            after = {number * param_spec(later).post_divide for number in after}
+        if (before, after) != ({wanted[0]}, {wanted[1]}):
             names = [s.fqn for s in region.tag.specs]
-            found = (*sorted(before), after)
+            found = (*sorted(before), *sorted(after))
             yield (
                 (*divisions, *region.nodes)[0],
                 f"gradients of {names} are divided by {found}, not by {wanted}",
             )
 
 
-def _divisor(node: Node, region: Region) -> float:
-    """Returns what a value that a region sends was divided by in it; all that was joined to it, by
-    the same.
+def _ends(nodes: Sequence[Node]) -> list[Node]:
+    """The values that others read of these, and not these themselves."""
+    inside = set(nodes)
+    return [n for n in nodes if n.users and inside.isdisjoint(n.users)]
+
+
+def _divisor(node: Node, among: Sequence[Node]) -> float:
+    """Returns what a value was divided by in these nodes; all that was joined to it, by the
+    same.
     """
     product, nodes = 1.0, {node}
-    for current in reversed(region.nodes):
+    for current in reversed(among):
         if current in nodes:
             nodes.update(current.all_input_nodes)
             if current.target is torch.ops.aten.div.Tensor:
