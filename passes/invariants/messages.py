@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,7 +11,7 @@ import torch
 from compiled_fsdp.ir import checksums, quantized, schema, transfers
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
-from compiled_fsdp.ir.graph import find, op_name, placeholders, starts, value
+from compiled_fsdp.ir.graph import find, op_name, output, placeholders, starts, value
 from compiled_fsdp.ir.meta import get_heads, get_tag
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import (
@@ -29,6 +30,7 @@ from compiled_fsdp.ir.schema import (
 )
 from compiled_fsdp.ir.sequence import sequence
 from compiled_fsdp.ir.spec import AGAIN
+from compiled_fsdp.ir.subgraphs import called_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.planning.plan import Plan
     from compiled_fsdp.verification.invariant import Violations
+
+    # By the node of the graph, and by that which divides: itself, or one in a graph that it calls.
+    Divisions = dict[tuple[Node, Node], float]
 
 
 def lowered(gm: GraphModule, plan: Plan) -> Violations:
@@ -200,11 +205,11 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
     """
     for region in find_regions(gm.graph, "reduce"):
         how, communicates = region.spec.reduction, (*region.starts, *region.waits)
-        divisions = [n for n in region.nodes if n.target is torch.ops.aten.div.Tensor]
+        divided_at = [n for n in region.nodes if _divisions(n, region)]
         behind = [n for n in region.nodes if not communicates or communicates[0] < n]
-        after = {_divisor(n, behind) for n in _ends(behind)} or {1.0}
+        after = {_divisor(n, region, behind) for n in _ends(behind)} or {1.0}
         sent = _sent(communicates[0]) if communicates else []
-        before = {_divisor(n, region.nodes) for n in sent} or {1.0}
+        before = {_divisor(n, region, region.nodes) for n in sent} or {1.0}
         wanted = {"retain": (1.0, 1.0), "scatter": (how.pre_divide, 1.0)}.get(
             how.sync, (how.pre_divide, how.post_divide)
         )
@@ -216,28 +221,65 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
             names = [s.fqn for s in region.tag.specs]
             found = (*sorted(before), *sorted(after))
             yield (
-                (*divisions, *region.nodes)[0],
+                (*divided_at, *region.nodes)[0],
                 f"gradients of {names} are divided by {found}, not by {wanted}",
             )
 
 
 def _ends(nodes: Sequence[Node]) -> list[Node]:
-    """The values that others read of these, and not these themselves."""
-    inside = set(nodes)
-    return [n for n in nodes if n.users and inside.isdisjoint(n.users)]
-
-
-def _divisor(node: Node, among: Sequence[Node]) -> float:
-    """Returns what a value was divided by in these nodes; all that was joined to it, by the
-    same.
+    """The values that others read of these, and not these themselves, or a call of which these have
+    results.
     """
-    product, nodes = 1.0, {node}
+    inside = set(nodes)
+
+    def is_read_here(user: Node) -> bool:
+        return user in inside or (called_by(user) is not None and not inside.isdisjoint(user.users))
+
+    return [n for n in nodes if n.users and not any(map(is_read_here, n.users))]
+
+
+def _divisor(node: Node, region: Region, among: Sequence[Node]) -> float:
+    """Returns what a value was divided by in these nodes of a region; all that was joined to it, by
+    the same.
+    """
+    found, nodes = [], {node}
     for current in reversed(among):
         if current in nodes:
-            nodes.update(current.all_input_nodes)
-            if current.target is torch.ops.aten.div.Tensor:
-                product *= _number(current)
-    return product
+            inputs = current.all_input_nodes
+            calls = [n for n in inputs if called_by(n) is not None]
+            nodes.update(inputs, *(call.all_input_nodes for call in calls))
+            found.append(_divisions(current, region))
+    return _product(found)
+
+
+def _divisions(node: Node, region: Region) -> Divisions:
+    """Returns the divisors of a node of a region: of a division, or, of the result of a call
+    (`outline`), of the divisions in it that lead there.
+    """
+    if node.target is torch.ops.aten.div.Tensor:
+        return {(node, node): _number(node)}
+    if node.target is not operator.getitem:
+        return {}
+    call, place = cast("tuple[Node, int]", node.args)
+    if (body := called_by(call)) is None:
+        return {}
+    results: Any = output(body).args[0]
+    found, nodes = {}, {results[place]}
+    for inside in reversed(body.nodes):
+        tag = get_tag(inside)  # as in the first layer that the body was made of
+        if inside in nodes and tag is not None and tag.kind == region.tag.kind:
+            nodes.update(inside.all_input_nodes)
+            if inside.target is torch.ops.aten.div.Tensor:
+                found[call, inside] = _number(inside)
+    return found
+
+
+def _product(found: Iterable[Divisions]) -> float:
+    """Returns the product of all divisors; of a division that leads to several results, once."""
+    divisors: Divisions = {}
+    for each in found:
+        divisors |= each
+    return prod(divisors.values(), start=1.0)
 
 
 def _number(division: Node) -> float:

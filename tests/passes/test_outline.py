@@ -16,6 +16,7 @@ import torch
 from compiled_fsdp.passes.base import Context
 from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
 from compiled_fsdp.passes.copy_columns import copy_columns
+from compiled_fsdp.passes.invariants.messages import divided
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.outline import outline
 from compiled_fsdp.passes.verify import check
@@ -215,6 +216,31 @@ def test_copies_are_made_inside_of_the_bucket(orders: tuple[str, ...]) -> None:
         else:
             assert len(find(gm.graph, aten.slice.Tensor)) == 2 * len(orders)
         check(gm, PLAN, "outline")
+
+
+def reduced_layers(count: int) -> GraphModule:
+    """Layers whose gradients are divided before they are reduced, as FSDP1's and fp16's are."""
+    hand = Hand()
+    y = hand.input("y", SIDE, SIDE)
+    for i in range(count):
+        (spec,) = unit(f"layers.{i}", {"w": (SIDE, SIDE)}, pre_divide=2.0, post_divide=1.0)
+        y = hand(aten.mm.default, hand.compute(y), y)
+        hand.reduce_grad(y, hand.input(f"flat{i}", SIDE * SIDE // 2), spec)
+    return lower(hand.returns(y), PLAN)
+
+
+def test_divisions_inside_of_a_call_are_seen() -> None:
+    """By `verify`, of every layer: what a call sends to others was divided in it, or not."""
+    with fake_ranks(2), mock.patch.object(repeats, "LEAST_NODES", 2):
+        gm = outlined(reduced_layers(4))
+        assert len(gm.graph.find_nodes(op="call_function", target=INVOKE)) >= LEAST_TIMES
+        (call, *_) = gm.graph.find_nodes(op="call_function", target=INVOKE)
+        (division,) = find(gm.get_submodule(str(call.args[1])).graph, aten.div.Tensor)
+        assert not list(divided(gm, PLAN))
+        division.args = (division.args[0], 4.0)
+        found = [words for _, words in divided(gm, PLAN)]
+    said = "are divided by (4.0, 1.0), not by (2.0, 1.0)"
+    assert [words.endswith(said) for words in found] == [True] * 4, found
 
 
 def test_what_writes_ends_a_span() -> None:
