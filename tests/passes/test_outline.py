@@ -218,6 +218,27 @@ def test_copies_are_made_inside_of_the_bucket(orders: tuple[str, ...]) -> None:
         check(gm, PLAN, "outline")
 
 
+def test_a_constant_goes_in() -> None:
+    """Of the graph's module, as `torch.tensor([...])` in a forward is, where each call has its
+    own.
+    """
+    with mock.patch.object(repeats, "LEAST_NODES", 2):
+        gm = plain_layers()
+        for i, node in enumerate(find(gm.graph, aten.neg.default)):
+            values = torch.arange(float(WIDTH)) + i
+            gm.register_buffer(f"_tensor_constant{i}", values)
+            with gm.graph.inserting_before(node):
+                constant = gm.graph.get_attr(f"_tensor_constant{i}")
+                constant.meta["val"] = node.meta["val"][0]
+                scaled = gm.graph.call_function(aten.mul.Tensor, (node.args[0], constant))
+            scaled.meta["val"] = node.meta["val"]
+            node.args = (scaled,)
+        gm = outlined(gm)
+    calls = gm.graph.find_nodes(op="call_function", target=INVOKE)
+    given = [[str(n.target) for n in call.args[2:] if n.op == "get_attr"] for call in calls]
+    assert given == [[f"_tensor_constant{i}"] for i in range(3)]
+
+
 def reduced_layers(count: int) -> GraphModule:
     """Layers whose gradients are divided before they are reduced, as FSDP1's and fp16's are."""
     hand = Hand()
