@@ -69,6 +69,7 @@ class Property(Enum):
     COMPARED = "ranks compare their collectives before they first run"
     FREES_DROPPED = "the compiler ends the life of buffers"
     COPIES_CALLED = "copies out of buckets are calls"
+    BUCKETS_CALLED = "copies into buckets, and divisions behind reductions, are calls"
     OVER_GLOO = "gloo gathers by sends and receives"
     NAMED = "our collectives say what they carry"
     OUTLINED = "computation that repeats is compiled once"

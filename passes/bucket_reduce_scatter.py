@@ -53,8 +53,10 @@ from compiled_fsdp.ir.schema import MARK_GRADS
 from .base import consume
 
 if TYPE_CHECKING:
+    import torch
     from torch.fx import GraphModule, Node
 
+    from compiled_fsdp.ir.spec import ParamSpec
     from compiled_fsdp.planning.plan import Plan
 
 
@@ -151,11 +153,13 @@ def _share(units: list[Unit]) -> None:
     ordered = [sorted(unit.bucket, key=lambda r: r.spec.offset) for unit in units]
     members = [region for bucket in ordered for region in bucket]
     marks = [next(user for user in unit.root.users if user.target is MARK_GRADS) for unit in units]
-    run, reduced = _reduce(members, marks[0].args[1])  # type: ignore[arg-type]
+    run, grads = _grads(members)
+    flat: Node = marks[0].args[1]  # type: ignore[assignment]
+    summed = transfers.sum_bucket(run, grads, flat)
     start = 0
     for unit, bucket, mark in zip(units, ordered, marks, strict=True):
         stop = start + sum(r.spec.shard_numel for r in bucket)
-        part = transfers.part_of_bucket(run, reduced, start, stop)
+        part = transfers.part_of_bucket(run, summed, start, stop, bucket[0].spec, value(flat).dtype)
         placed = transfers.place_bucket(
             run, part, tuple(r.spec for r in bucket), value(unit.root).numel()
         )
@@ -212,9 +216,14 @@ def _by_way(bucket: list[Region]) -> list[list[Region]]:
 
 def _reduce(members: list[Region], flat: Node) -> tuple[Builder, Node | None]:
     """One reduction for all, where the last gradient is ready."""
+    run, grads = _grads(members)
+    return run, transfers.reduce_bucket(run, grads, flat, value(flat).dtype)
+
+
+def _grads(members: list[Region]) -> tuple[Builder, list[tuple[Node, torch.dtype, ParamSpec]]]:
+    """The gradients, and what builds one reduction for all where the last is ready."""
     last = max(r.nodes[0] for r in members)
     run = Builder(
         last, last, CommTag("reduce", members[0].tag.region, tuple(r.spec for r in members))
     )
-    grads = [(r.source, value(r.source).dtype, r.spec) for r in members]
-    return run, transfers.reduce_bucket(run, grads, flat, value(flat).dtype)
+    return run, [(r.source, value(r.source).dtype, r.spec) for r in members]

@@ -28,6 +28,7 @@ from .await_verdict import await_verdict
 from .base import Executor, Pass, Property, Stage, check_order
 from .bucket_all_gather import bucket_all_gather
 from .bucket_reduce_scatter import bucket_reduce_scatter
+from .call_copies import call_copies
 from .choose_collectives import choose_collectives
 from .copy_aside import copy_aside
 from .copy_columns import copy_columns
@@ -217,6 +218,14 @@ PIPELINE = check_order(
             Stage.HALF,
             (P.STRIDED,),
             P.COPIES_CALLED,
+            only=Executor.INDUCTOR,
+            is_tried=False,
+        ),
+        Pass(
+            call_copies,
+            Stage.HALF,
+            (P.GATHERS_BUCKETED, P.REDUCES_BUCKETED),
+            P.BUCKETS_CALLED,
             only=Executor.INDUCTOR,
             is_tried=False,
         ),

@@ -178,7 +178,7 @@ def reduce_scatter(
     run: Run, rows: Sequence[Value], spec: ParamSpec, flat: Value, offsets: list[int], numel: int
 ) -> Value | None:
     """Reduce pieces [group_size, n_i] of `numel` columns over all data-parallel ranks to this
-    rank's row [numel].
+    rank's row [numel], before it is divided.
 
     None if the policy is to stop after the shard axis (`sync="scatter"`): then the unit has kept
     the result.
@@ -216,7 +216,7 @@ def reduce_scatter(
 def after_shard_axis(
     run: Run, x: Value, spec: ParamSpec, flat: Value, offsets: list[int]
 ) -> Value | None:
-    """Reduce this rank's row over HSDP's replicate axis, show it to the user's hook, divide."""
+    """Reduce this rank's row over HSDP's replicate axis."""
     how = spec.reduction
     if how.replicate_size > 1:
         if how.sync == "scatter":
@@ -225,7 +225,7 @@ def after_shard_axis(
         if how.is_accumulating:
             run(schema.ADD_RETAINED, x, flat, offsets, "partial")
         x = run(WAIT, run(ALL_REDUCE, x, how.op, how.replicate_group))
-    return divide(run, x, how)
+    return x
 
 
 def divide(run: Run, x: Value, how: Reduction) -> Value:

@@ -421,6 +421,18 @@ def keep_strides(output: Node, strides: list[tuple[int, ...]]) -> None:
     output.meta["original_output_strides"] = strides
 
 
+def call_library(node: Node) -> None:
+    """Let Inductor call the library for this, whatever it could generate. Tried on 2.13: read by
+    its lowering; a torch that does not know the key generates as ever.
+    """
+    node.meta["should_fallback"] = True
+
+
+def is_called(node: Node) -> bool:
+    """Whether `call_library` said so."""
+    return bool(node.meta.get("should_fallback"))
+
+
 def set_seconds(node: Node, seconds: float) -> None:
     """Note what all ranks take a node to cost, see `consensus.py`."""
     node.meta["fsdp_seconds"] = seconds

@@ -250,6 +250,14 @@ def reduce_bucket(
 
     None if the policy is to keep them for a later backward; the owner of `flat` has them then.
     """
+    summed = sum_bucket(run, grads, flat)
+    return None if summed is None else finished(run, summed, grads[0][2], dtype)
+
+
+def sum_bucket(
+    run: Run, grads: Sequence[tuple[Value, torch.dtype, ParamSpec]], flat: Value
+) -> Value | None:
+    """The same before the sums are divided, in the dtype of the reduction."""
     specs = [s for _, _, s in grads]
     spec = specs[0]
     how = spec.reduction
@@ -265,15 +273,17 @@ def reduce_bucket(
         run(schema.ADD_RETAINED, whole, flat, offsets, "rows")
         rows = [convert(run, whole, how.first_dtype, how.dtype)]
     if quantized.reduces_bytes(specs):
-        reduced = _exchange_bytes(run, rows, specs)
-        reduced = after_shard_axis(run, reduced, spec, flat, offsets)
-        return None if reduced is None else convert(run, reduced, spec.reduce_dtype, dtype)
+        return after_shard_axis(run, _exchange_bytes(run, rows, specs), spec, flat, offsets)
     if how.algorithm == "all_to_all" and not how.is_accumulating:
         pieces = messages_of(specs, spec.reduce_dtype)
         rows = [joined(run, [rows[n] for n in piece.members]) for piece in pieces]
     total = sum(s.shard_numel for s in specs)
-    reduced = reduce_scatter(run, rows, spec, flat, offsets, total)
-    return None if reduced is None else convert(run, reduced, spec.reduce_dtype, dtype)
+    return reduce_scatter(run, rows, spec, flat, offsets, total)
+
+
+def finished(run: Run, summed: Value, spec: ParamSpec, dtype: torch.dtype) -> Value:
+    """Sums over ranks as gradients: shown to the user's hook, divided, in `dtype`."""
+    return convert(run, divide(run, summed, spec.reduction), spec.reduce_dtype, dtype)
 
 
 def _exchange_bytes(run: Run, rows: Sequence[Value], specs: Sequence[ParamSpec]) -> Value:
@@ -332,14 +342,19 @@ def finish_bucket(
         x = _sum_of_bytes(run, x, numels, codes, how.dtype)
     elif how.algorithm == "all_to_all" and how.replicate_size == 1:
         x = run(aten.sum.dim_IntList, x, [0])
-    return convert(run, divide(run, x, how), spec.reduce_dtype, dtype)
+    return finished(run, x, spec, dtype)
 
 
-def part_of_bucket(run: Run, reduced: Value, start: int, stop: int) -> Value:
-    """One unit's part of what several units reduced together, in storage of its own: it becomes a
-    gradient.
+def part_of_bucket(
+    run: Run, summed: Value, start: int, stop: int, spec: ParamSpec, dtype: torch.dtype
+) -> Value:
+    """One unit's part of what several units summed up together (`sum_bucket`), finished, in storage
+    of its own: it becomes a gradient.
     """
-    part = run(aten.slice.Tensor, reduced, 0, start, stop)
+    part = run(aten.slice.Tensor, summed, 0, start, stop)
+    done = finished(run, part, spec, dtype)
+    if done is not part:
+        return done
     return run(aten.clone.default, part, memory_format=torch.contiguous_format)
 
 

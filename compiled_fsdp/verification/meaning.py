@@ -349,12 +349,13 @@ class Captured:
     def _reduce(self, region: Region, members: tuple[Reduce, ...], lowered: Lowered) -> None:
         run, specs, first = self.run, region.tag.specs, members[0]
         grads = [(m.grad, m.grad_dtype, s) for m, s in zip(members, specs, strict=True)]
-        reduced = transfers.reduce_bucket(run, grads, first.flat, first.dtype)
-        if reduced is None:
+        summed = transfers.sum_bucket(run, grads, first.flat)
+        if summed is None:
             return
         if len({m.flat for m in members}) > 1:
-            self._parts(region, members, reduced, lowered)
+            self._parts(region, members, summed, lowered)
             return
+        reduced = transfers.finished(run, summed, specs[0], first.dtype)
         lowered.parts.setdefault(first.flat, []).append(Part(specs, members, reduced))
         result = run.sum_of(term for member in members for term in member.result.terms)
         if any(node.target is REDUCE_LATER for node in region.nodes):
@@ -378,7 +379,7 @@ class Captured:
             lowered.add(expr, specs, result)
 
     def _parts(
-        self, region: Region, members: tuple[Reduce, ...], reduced: Expr, lowered: Lowered
+        self, region: Region, members: tuple[Reduce, ...], summed: Expr, lowered: Lowered
     ) -> None:
         """Flat gradients of several units, out of one reduction."""
         start = 0
@@ -387,7 +388,9 @@ class Captured:
             unit = list(group)
             specs = [spec for _, spec in unit]
             stop = start + sum(spec.shard_numel for spec in specs)
-            part = transfers.part_of_bucket(self.run, reduced, start, stop)
+            part = transfers.part_of_bucket(
+                self.run, summed, start, stop, specs[0], unit[0][0].dtype
+            )
             placed = transfers.place_bucket(self.run, part, specs, unit[0][0].numel)
             result = self.run.sum_of(term for member, _ in unit for term in member.result.terms)
             lowered.add(placed, region.tag.specs, result)

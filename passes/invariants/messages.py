@@ -35,7 +35,7 @@ from compiled_fsdp.ir.spec import AGAIN
 from compiled_fsdp.ir.subgraphs import called_by
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch.fx import GraphModule, Node
 
@@ -207,35 +207,49 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
     """
     for region in find_regions(gm.graph, "reduce"):
         how, communicates = region.spec.reduction, (*region.starts, *region.waits)
-        divided_at = {n: by for n in region.nodes if (by := _divisions(n, region))}
-        after = _product(
-            at for n, at in divided_at.items() if not communicates or communicates[0] < n
-        )
-        before = {_divisor(n, region) for n in _sent(communicates[0])} if communicates else {1.0}
+        divided_at = [n for n in region.nodes if _divisions(n, region)]
+        behind = [n for n in region.nodes if not communicates or communicates[0] < n]
+        after = {_divisor(n, region, behind) for n in _ends(behind)} or {1.0}
+        sent = _sent(communicates[0]) if communicates else []
+        before = {_divisor(n, region, region.nodes) for n in sent} or {1.0}
         wanted = {"retain": (1.0, 1.0), "scatter": (how.pre_divide, 1.0)}.get(
             how.sync, (how.pre_divide, how.post_divide)
         )
         if not communicates:
             wanted = 1.0, prod(wanted)
         for later in (n for n in region.nodes if n.target is REDUCE_LATER):
-            after *= param_spec(later).post_divide
-        if (before, after) != ({wanted[0]}, wanted[1]):
+            after = {number * param_spec(later).post_divide for number in after}
+        if (before, after) != ({wanted[0]}, {wanted[1]}):
             names = [s.fqn for s in region.tag.specs]
-            found = (*sorted(before), after)
+            found = (*sorted(before), *sorted(after))
             yield (
                 (*divided_at, *region.nodes)[0],
                 f"gradients of {names} are divided by {found}, not by {wanted}",
             )
 
 
-def _divisor(node: Node, region: Region) -> float:
-    """Returns what a value that a region sends was divided by in it; all that was joined to it, by
+def _ends(nodes: Sequence[Node]) -> list[Node]:
+    """The values that others read of these, and not these themselves, or a call of which these have
+    results.
+    """
+    inside = set(nodes)
+
+    def is_read_here(user: Node) -> bool:
+        return user in inside or (called_by(user) is not None and not inside.isdisjoint(user.users))
+
+    return [n for n in nodes if n.users and not any(map(is_read_here, n.users))]
+
+
+def _divisor(node: Node, region: Region, among: Sequence[Node]) -> float:
+    """Returns what a value was divided by in these nodes of a region; all that was joined to it, by
     the same.
     """
     found, nodes = [], {node}
-    for current in reversed(region.nodes):
+    for current in reversed(among):
         if current in nodes:
-            nodes.update(current.all_input_nodes)
+            inputs = current.all_input_nodes
+            calls = [n for n in inputs if called_by(n) is not None]
+            nodes.update(inputs, *(call.all_input_nodes for call in calls))
             found.append(_divisions(current, region))
     return _product(found)
 

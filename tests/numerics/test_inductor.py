@@ -12,6 +12,7 @@ import inspect
 import re
 import time
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -31,7 +32,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
-from compiled_fsdp import Plan, fully_shard, planned
+from compiled_fsdp import Plan, fully_shard, pipeline, planned
 from compiled_fsdp.compiler import inductor, pin_order
 from compiled_fsdp.ir.collectives import GATHERS, STARTS, WAIT
 from compiled_fsdp.ir.graph import find, is_matmul, starts
@@ -332,3 +333,30 @@ def strided_reads() -> None:
     torch.testing.assert_close(
         losses["strided"], losses["copy"], rtol=ROUNDING[0], atol=ROUNDING[1]
     )
+
+
+def test_copies_into_buckets_are_calls(two: Pool) -> None:
+    two.run(called_copies, timeout=SLOW)
+
+
+def called_copies() -> None:
+    """No kernel is compiled for them, however buckets differ; the numbers are the same."""
+    kernels, losses = {}, {}
+    for without in ("call_copies", ""):
+        torch.manual_seed(0)
+        widths = [24, 64, 48, 64]
+        blocks = [
+            nn.Sequential(nn.Linear(n, m, bias=False), nn.LayerNorm(m)) for n, m in pairwise(widths)
+        ]
+        model = nn.Sequential(*blocks)
+        for block in blocks:
+            fully_shard(block)
+        call = torch.compile(fully_shard(model), fullgraph=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with planned(reductions="reduce_scatter"), pipeline(without=without or ()), uncached():
+            first, codes = run_and_get_code(step_of_norms, call, optimizer)
+        kernels[without] = {k for code in codes for k in re.findall(r"r'''.*?'''", code, re.DOTALL)}
+        losses[without] = [first, step_of_norms(call, optimizer)]
+    # One that joins flat buffers, one that joins gradients, and a division for each unit.
+    assert {k: len(v) for k, v in kernels.items()} == {"call_copies": 12, "": 12 - 2 - 3}
+    assert losses[""] == losses["call_copies"]

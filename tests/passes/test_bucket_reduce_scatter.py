@@ -327,15 +327,20 @@ return [%div_tensor_5, %div_tensor_4]""",
 %reshape_default_9: f32[18] = reshape(%cat_default, [18])  # a to b: reduce
 %reduce_scatter_tensor_default_3: f32[9] = reduce_scatter_tensor(%reshape_default_9, 'sum', 2, 'shard')  # a to b: reduce
 %wait_tensor_default_3: f32[9] = wait_tensor(%reduce_scatter_tensor_default_3)  # a to b: reduce
-%div_tensor_3: f32[9] = div(%wait_tensor_default_3, 2.0)  # a to b: reduce
-%slice_tensor: f32[5] = slice(%div_tensor_3, 0, 0, 5)  # a to b: reduce
-%clone_default: f32[5] = clone(%slice_tensor, memory_format=torch.contiguous_format)  # a to b: reduce
-mark_grads_(%clone_default, %flat0, [0, 4])
-%slice_tensor_1: f32[4] = slice(%div_tensor_3, 0, 5, 9)  # a to b: reduce
-%clone_default_1: f32[4] = clone(%slice_tensor_1, memory_format=torch.contiguous_format)  # a to b: reduce
-mark_grads_(%clone_default_1, %flat1, [0])
-return [%clone_default, %clone_default_1]""",
+%slice_tensor: f32[5] = slice(%wait_tensor_default_3, 0, 0, 5)  # a to b: reduce
+%div_tensor_3: f32[5] = div(%slice_tensor, 2.0)  # a to b: reduce
+mark_grads_(%div_tensor_3, %flat0, [0, 4])
+%slice_tensor_1: f32[4] = slice(%wait_tensor_default_3, 0, 5, 9)  # a to b: reduce
+%div_tensor_4: f32[4] = div(%slice_tensor_1, 2.0)  # a to b: reduce
+mark_grads_(%div_tensor_4, %flat1, [0])
+return [%div_tensor_3, %div_tensor_4]""",
         )
+
+    def test_shared_sums_that_nothing_divides(self):
+        """Each flat gradient is a copy: it is a parameter's `.grad`."""
+        gm = self.units(*(unit(name, {"w": (4, 2)}, post_divide=1.0) for name in "ab"))
+        self.assertEqual(ops(gm.graph).count("clone"), 2)
+        self.assertNotIn("div", ops(gm.graph))
 
     def test_units_share_up_to_the_limit(self):
         found = self.units(*(unit(name, {"w": (4, 2)}) for name in "abcde"), limit=64)

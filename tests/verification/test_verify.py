@@ -15,6 +15,7 @@ import torch
 from compiled_fsdp.passes.add_checksums import add_checksums
 from compiled_fsdp.passes.await_verdict import await_verdict
 from compiled_fsdp.passes.base import Pass, Property, Stage, run_pipeline
+from compiled_fsdp.passes.bucket_reduce_scatter import bucket_reduce_scatter
 from compiled_fsdp.passes.gather_ahead import gather_ahead
 from compiled_fsdp.passes.gather_next import gather_next
 from compiled_fsdp.passes.invariants.gradients import gathered_after_update, judged_first
@@ -908,6 +909,24 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             "after the pipeline: gradients of ['a'] are divided by (1.0, 4.0), not by (1.0, 2.0).\n"
             "Invariant: Every gradient is divided by what its settings say: before it is reduced, "
             "and after, or by the unit that awaits it.",
+        )
+
+    def test_divided_in_parts(self):
+        """Of two units that share a reduction, one's part is left as it is."""
+        hand = Hand()
+        totals = []
+        for name in "ab":
+            (spec,) = unit(name, {"w": (4, 2)})
+            flat, grad = hand.input(f"flat_{name}", 4), hand.input(f"d_{name}", 4, 2)
+            totals.append(hand.reduce_grad(hand.compute(grad), flat, spec))
+        shared = replace(PLAN, bucket_bytes=1 << 10)
+        gm = bucket_reduce_scatter(lower(hand.returns(*totals), PLAN), shared)
+        verify(gm, PLAN)
+        last = find(gm.graph, aten.div.Tensor)[-1]
+        last.target, last.args = aten.clone.default, last.args[:1]
+        self.assertIn(
+            "gradients of ['w', 'w'] are divided by (1.0, 1.0, 2.0), not by (1.0, 2.0)",
+            self.broken_detail(gm),
         )
 
     def test_cast_by_policy(self):
