@@ -13,7 +13,7 @@ from compiled_fsdp.frontend.state import get_state
 from compiled_fsdp.passes.pipeline import key as pipeline_key
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.dynamo import is_compiled
-from compiled_fsdp.torch_private.groups import assume_backend, is_known
+from compiled_fsdp.torch_private.groups import assume_backend, is_alone, is_known
 
 from . import facts as of_code
 from . import folder as on_disk
@@ -53,11 +53,13 @@ def precompile(
     Raises:
         TypeError: the model is not sharded, or compiled already.
         NotImplementedError: something cannot be compiled ahead; it says what.
-        ValueError: the plan decides from costs and has none, or there are passes of one's own.
+        ValueError: the plan decides from costs and has none, there are passes of one's own, or the
+            other ranks are there, which would be waited for.
         FileExistsError: the folder is not empty.
     """
     target = target or Target()
     units = _units(model, "precompile")
+    _check_alone(units)
     _check_plan()
     for param in (param for unit in units for param in unit.params):
         check_extension(param)
@@ -182,6 +184,19 @@ def _units(model: Any, doing: str) -> list[Unit]:
             "Leave that out"
         )
     return [runtime.unit for runtime in state.runtime.tree.in_order()]
+
+
+def _check_alone(units: Sequence[Unit]) -> None:
+    for group in [axis for unit in units for axis in unit.mesh_info.axes]:
+        if not is_alone(group):
+            raise ValueError(
+                f"precompile: the model is sharded over a process group of {group.size()} ranks "
+                f"and the backend {dist.get_backend(group)!r}, which would look at its first call "
+                "together, and wait for each other. Compile in a process of its own: "
+                f'init_process_group("fake", store=FakeStore(), rank=0, '
+                f"world_size={group.size()}), and "
+                "Target(group_backend=...) names the ranks' own backend"
+            )
 
 
 def _check_plan() -> None:

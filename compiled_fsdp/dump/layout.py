@@ -8,6 +8,7 @@ each said once.
         timeline.json.gz, memory.json.gz            of the finished graph: `Timeline`, `Memory`
         record.json                                 what `explain` and profiles know of it
         timeline.txt, memory.txt                    both for people
+        units.txt                                   graphs of units that are traced once
         regions.txt                                 what is compiled once, and the graph that
                                                     calls it
 
@@ -29,7 +30,7 @@ FORMAT = 3  # of all JSON here; the graphs' own is `graph_json.FORMAT`
 SETTINGS, EXPLANATION, MEASURED = "settings.json", "explain.json", "measured.json"
 TIMELINE, MEMORY, RECORD = "timeline.json.gz", "memory.json.gz", "record.json"
 TIMELINE_TEXT, MEMORY_TEXT = "timeline.txt", "memory.txt"
-REGIONS_TEXT = "regions.txt"
+REGIONS_TEXT, UNITS_TEXT = "regions.txt", "units.txt"
 TEXT, DIFF, GRAPH = ".txt", ".diff", ".json.gz"
 AS_AFTER = "# as after "  # in the place of a graph that a pass has not changed: its files' name
 BUT_FOR = ", but for:\n"  # of a large graph, what a pass has changed since then, as a diff

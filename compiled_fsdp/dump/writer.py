@@ -9,6 +9,7 @@ import gzip
 import json
 import logging
 import os
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,7 +20,7 @@ from compiled_fsdp import log
 from compiled_fsdp.ir.collectives import group_of, shared_group
 from compiled_fsdp.ir.graph import phase_of, starts
 from compiled_fsdp.ir.printer import collectives, provenance, show
-from compiled_fsdp.ir.subgraphs import called_by
+from compiled_fsdp.ir.subgraphs import called_by, unit_called_by
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.planning.planner import predict
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from enum import Enum
 
-    from torch.fx import Graph, GraphModule
+    from torch.fx import Graph, GraphModule, Node
 
     from compiled_fsdp.planning.plan import Plan
 
@@ -170,6 +171,7 @@ class Dump:
             self.path = _written / self.name
             self.path.mkdir(parents=True, exist_ok=True)
         self.counts = Counts.of(gm.graph)
+        self._write_units(gm.graph)
         self._write_pass(gm, "capture")
 
     def after_pass(self, gm: GraphModule, entry: Ran) -> None:
@@ -208,14 +210,21 @@ class Dump:
         """Write the subgraphs that are compiled once, and the graph that calls them; what is read
         afterwards is the graph before, which computes the same.
         """
-        calls = [str(node.args[1]) for node in gm.graph.nodes if called_by(node)]
-        found = [(name, getattr(gm, name)) for name in dict.fromkeys(calls)]
-        log.log.info("%s outline: %d regions, %d calls", self.name, len(found), len(calls))
-        if found:
-            shown = [f"# {n}, called {calls.count(n)} times\n{show(m.graph)}" for n, m in found]
+        calls = [node for node in gm.graph.nodes if _calls_region(node)]
+        shown = _called(calls)
+        log.log.info("%s outline: %d regions, %d calls", self.name, len(shown), len(calls))
+        if calls:
             self._write(
                 layout.REGIONS_TEXT, "\n\n".join([*shown, f"# calls\n{show(gm.graph)}"]) + "\n"
             )
+
+    def _write_units(self, graph: Graph) -> None:
+        """Write the graphs of units that are traced once (`Plan(regions="units")`): passes change
+        the graph that calls them, and not these.
+        """
+        shown = _called([node for node in graph.nodes if unit_called_by(node)])
+        if shown:
+            self._write(layout.UNITS_TEXT, "\n\n".join(shown) + "\n")
 
     def _write_memory(self, graph: Graph) -> None:
         """Write the memory of the finished graph for people, for both executors."""
@@ -250,7 +259,7 @@ class Dump:
         made_by = provenance(gm.graph, name, self.held)
         values = graph_json.to_text(gm.graph, "", self.plan)
         known, before, where = self.written
-        if values == known or any(map(called_by, gm.graph.nodes)):
+        if values == known or any(map(_calls_region, gm.graph.nodes)):
             self._write(stem + layout.TEXT, f"{made_by}\n{layout.AS_AFTER}{where}\n")
             return False
         shown = show(gm.graph)
@@ -267,6 +276,21 @@ class Dump:
         if self.path is not None:
             (self.path / name).write_text(text)
         trace_artifact(f"compiled_fsdp_{self.name}_{name}", "string", lambda: text)
+
+
+def _calls_region(node: Node) -> bool:
+    return called_by(node) is not None and unit_called_by(node) is None
+
+
+def _called(calls: Sequence[Node]) -> list[str]:
+    """Returns the text of each graph of ours that is called, with how often it is."""
+    names = Counter(str(call.args[1]) for call in calls)
+    graphs = {str(call.args[1]): called_by(call) for call in calls}
+    return [
+        f"# {name}, called {names[name]} times\n{show(graph)}"
+        for name, graph in graphs.items()
+        if graph is not None
+    ]
 
 
 def _changes(before: str, now: str) -> str:

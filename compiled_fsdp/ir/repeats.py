@@ -20,9 +20,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from .fusion import BECOME_WRITES
-from .graph import is_matmul, is_view, output
+from .graph import find, is_matmul, is_view, output
 from .meta import get_tag
-from .schema import COPY_COLUMNS, FREE, TRAITS
+from .schema import COPY_COLUMNS, FREE, MARK_GRADS, MOMENTUM, TRAITS, UPDATE
 from .subgraphs import unit_called_by
 
 if TYPE_CHECKING:
@@ -234,8 +234,11 @@ def spans(graph: Graph) -> list[Span]:
 
 
 def read_by(node: Node) -> list[Node]:
-    """The values that a node reads: of the call of a unit all but its graph."""
-    return [each for each in node.all_input_nodes if each.op != "get_attr"]
+    """The values that a node reads, constants among them: of the call of a unit all but its
+    graph.
+    """
+    read = node.all_input_nodes
+    return read[1:] if unit_called_by(node) is not None else read
 
 
 def may_alias(node: Node) -> bool:
@@ -254,10 +257,11 @@ def _between(graph: Graph) -> tuple[list[Span], list[set[Node]]]:
     found: list[Span] = []
     writes: list[set[Node]] = []
     inside: set[Node] = set()  # the last span, until something ends it
+    of_updates = _of_updates(graph)
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr") or node.target in (FREE, _seed()):
             continue
-        if _has_to_stay(node):
+        if _has_to_stay(node) or node in of_updates:
             if is_view(node) and node.target not in TRAITS:
                 continue
             inside = set()
@@ -270,6 +274,33 @@ def _between(graph: Graph) -> tuple[list[Span], list[set[Node]]]:
             found[-1].nodes.append(node)
             inside.add(node)
     return found, writes
+
+
+def _of_updates(graph: Graph) -> set[Node]:
+    """What a whole step makes of reduced gradients, and of those of parameters that no unit has, up
+    to their updates: it stands where `place_updates` has put it, and rules are about it.
+    """
+    found: set[Node] = set()
+    updates = find(graph, UPDATE, MOMENTUM)
+    if not updates:
+        return found
+    stack = [user for mark in find(graph, MARK_GRADS) for user in _grad_of(mark).users]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.users
+    for update in updates:
+        grad = _grad_of(update)
+        while grad.target is aten.mul.Tensor:
+            found.update((grad, *(n for n in grad.all_input_nodes[1:] if n.target in _CASTS)))
+            grad = grad.all_input_nodes[0]
+    return found
+
+
+def _grad_of(node: Node) -> Node:
+    """The flat gradient that a mark or an update is about."""
+    return node.args[0]  # type: ignore[return-value]
 
 
 def _seed() -> object:
@@ -377,10 +408,9 @@ def _dtype(node: Node) -> torch.dtype:
 
 
 def _form(argument: Any, number: dict[Node, int], inputs: dict[Node, int]) -> Any:
-    if isinstance(argument, Node) and argument.op == "get_attr":
-        return ("graph", argument.target)
     if isinstance(argument, Node):
-        return ("%", number[argument] if argument in number else inputs[argument])
+        place = number.get(argument, inputs.get(argument))
+        return ("graph", argument.target) if place is None else ("%", place)
     if isinstance(argument, list | tuple):
         return tuple(_form(each, number, inputs) for each in argument)
     if isinstance(argument, dict):

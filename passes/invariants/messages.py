@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,7 +11,7 @@ import torch
 from compiled_fsdp.ir import checksums, quantized, schema, transfers
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
-from compiled_fsdp.ir.graph import find, op_name, placeholders, starts, value
+from compiled_fsdp.ir.graph import find, op_name, output, placeholders, starts, value
 from compiled_fsdp.ir.meta import get_heads, get_tag
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import (
@@ -29,6 +30,7 @@ from compiled_fsdp.ir.schema import (
 )
 from compiled_fsdp.ir.sequence import sequence
 from compiled_fsdp.ir.spec import AGAIN
+from compiled_fsdp.ir.subgraphs import called_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.planning.plan import Plan
     from compiled_fsdp.verification.invariant import Violations
+
+    # By the node of the graph, and by that which divides: itself, or one in a graph that it calls.
+    Divisions = dict[tuple[Node, Node], float]
 
 
 def lowered(gm: GraphModule, plan: Plan) -> Violations:
@@ -200,9 +205,9 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
     """
     for region in find_regions(gm.graph, "reduce"):
         how, communicates = region.spec.reduction, (*region.starts, *region.waits)
-        divisions = [n for n in region.nodes if n.target is torch.ops.aten.div.Tensor]
-        after = prod(
-            [_number(n) for n in divisions if not communicates or communicates[0] < n], start=1.0
+        divided_at = {n: by for n in region.nodes if (by := _divisions(n, region))}
+        after = _product(
+            at for n, at in divided_at.items() if not communicates or communicates[0] < n
         )
         before = {_divisor(n, region) for n in _sent(communicates[0])} if communicates else {1.0}
         wanted = {"retain": (1.0, 1.0), "scatter": (how.pre_divide, 1.0)}.get(
@@ -216,7 +221,7 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
             names = [s.fqn for s in region.tag.specs]
             found = (*sorted(before), after)
             yield (
-                (*divisions, *region.nodes)[0],
+                (*divided_at, *region.nodes)[0],
                 f"gradients of {names} are divided by {found}, not by {wanted}",
             )
 
@@ -225,13 +230,42 @@ def _divisor(node: Node, region: Region) -> float:
     """Returns what a value that a region sends was divided by in it; all that was joined to it, by
     the same.
     """
-    product, nodes = 1.0, {node}
+    found, nodes = [], {node}
     for current in reversed(region.nodes):
         if current in nodes:
             nodes.update(current.all_input_nodes)
-            if current.target is torch.ops.aten.div.Tensor:
-                product *= _number(current)
-    return product
+            found.append(_divisions(current, region))
+    return _product(found)
+
+
+def _divisions(node: Node, region: Region) -> Divisions:
+    """Returns the divisors of a node of a region: of a division, or, of the result of a call
+    (`outline`), of the divisions in it that lead there.
+    """
+    if node.target is torch.ops.aten.div.Tensor:
+        return {(node, node): _number(node)}
+    if node.target is not operator.getitem:
+        return {}
+    call, place = cast("tuple[Node, int]", node.args)
+    if (body := called_by(call)) is None:
+        return {}
+    results: Any = output(body).args[0]
+    found, nodes = {}, {results[place]}
+    for inside in reversed(body.nodes):
+        tag = get_tag(inside)  # as in the first layer that the body was made of
+        if inside in nodes and tag is not None and tag.kind == region.tag.kind:
+            nodes.update(inside.all_input_nodes)
+            if inside.target is torch.ops.aten.div.Tensor:
+                found[call, inside] = _number(inside)
+    return found
+
+
+def _product(found: Iterable[Divisions]) -> float:
+    """Returns the product of all divisors; of a division that leads to several results, once."""
+    divisors: Divisions = {}
+    for each in found:
+        divisors |= each
+    return prod(divisors.values(), start=1.0)
 
 
 def _number(division: Node) -> float:

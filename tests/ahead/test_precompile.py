@@ -266,6 +266,20 @@ def run_different(folder: str) -> None:
         model(*case.example())
 
 
+def test_one_of_ranks_that_are_there(two: Pool, tmp_path: Path) -> None:
+    """It would wait for the others at the model's first call."""
+    two.run(refused_among_others, str(tmp_path))
+
+
+def refused_among_others(path: str) -> None:
+    case = CASES["plain"]
+    model = case.model()
+    if dist.get_rank() == 0:
+        words = r"2 ranks and the backend 'gloo'.* Compile in a process of its own"
+        with pytest.raises(ValueError, match=words):
+            compiled_fsdp.precompile(model, case.example(), f"{path}/a", target=HERE)
+
+
 # -- in one process, as one rank of two that are not there
 
 

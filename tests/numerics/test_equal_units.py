@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import (
     compile_step,
+    dumped_to,
     errors,
     explain,
     fully_shard,
@@ -29,12 +30,16 @@ from compiled_fsdp import (
     planned,
 )
 from compiled_fsdp.compiler import inductor
+from compiled_fsdp.inspection.dump_folder import read_folder
 from compiled_fsdp.ir.graph import find, is_matmul, starts
+from compiled_fsdp.ir.schema import TO_LOWER
 from compiled_fsdp.ir.subgraphs import INVOKE
 from compiled_fsdp.planning.costs import assumed
 from compiled_fsdp.torch_private.subgraphs import grad_mode_at_start
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch.fx import Graph
 
 WIDTH, CPU = 32, torch.device("cpu")
@@ -405,6 +410,29 @@ def whole_steps() -> None:
         calls = [len(find(graph, INVOKE)) for graph in graphs]
         assert (max(calls) > 0) == (regions == "units"), calls
     assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+
+
+def test_a_dump_has_them(two: Pool, tmp_path: Path) -> None:
+    """After each pass the graph that calls them, with its collectives, for people and for programs;
+    and the units' own graphs once.
+    """
+    two.run(dumped, tmp_path)
+    graphs = read_folder(tmp_path)[0].graphs
+    assert [graph.kind for graph in graphs] == ["joint", "forward", "backward"]
+    for graph in graphs:
+        units = (graph.path / "units.txt").read_text()
+        last = graph.after(None)
+        names = {str(n.args[1]) for n in last.gm.graph.nodes if "invoke" in str(n.target)}
+        assert names
+        assert all(f"# {name}, called " in units and f"'{name}'" in last.text for name in names)
+        assert "scaled_dot_product" in units
+        assert len(find(last.gm.graph, *TO_LOWER) or starts(last.gm.graph)) > 1
+    assert "+%all_gather" in graphs[1].after("lower").diff
+
+
+def dumped(path: Path) -> None:
+    with dumped_to(path):
+        train(Case(), "units")
 
 
 def test_a_layer_more_adds_no_computation(two: Pool) -> None:

@@ -5,6 +5,7 @@ bit, and as unsharded.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,8 +19,12 @@ from kit.oracle_fsdp1 import (
 )
 from kit.random_fsdp1 import HYBRID, Wrapped, legal, shard, unreduced, whole, wrapped
 from kit.random_models import batch, build, problem_of, shrink
+from kit.regions import in_regions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kit.pool import Pool
     from torch import Tensor
 
 NUM_MODELS, CHUNK = (
@@ -110,6 +115,31 @@ def compare(program: Wrapped) -> None:
         check_equal(eager[part], expected[part], "eager against unsharded", gap, gap)
 
 
+def with_regions(program: Wrapped) -> int:
+    """The same numbers with all between collectives in calls; how many there were.
+
+    Raises:
+        AssertionError: with the first differences.
+    """
+    eager = train("eager", program)
+    torch._dynamo.reset()
+    with in_regions() as calls:
+        check_equal(train("compiled", program), eager, "with regions against eager")
+    return calls.num
+
+
+def check_regions(first: int, number: int) -> int:
+    """How many calls there were."""
+    num_calls = 0
+
+    def compare_regions(program: Wrapped) -> None:
+        nonlocal num_calls
+        num_calls += with_regions(legal(program))
+
+    check(first, number, partial(problem_of, compare_regions))
+    return num_calls
+
+
 def is_exact(program: Wrapped) -> bool:
     """Whether stock adds the same in the same order.
 
@@ -128,7 +158,7 @@ def is_exact(program: Wrapped) -> bool:
     )
 
 
-def check(first: int, number: int) -> None:
+def check(first: int, number: int, fails: Callable[[Any], str | None] = fails) -> None:
     for seed in range(first, first + number):
         program = wrapped(seed, dist.get_world_size())
         if fails(program):
@@ -141,3 +171,9 @@ def test_random_models(request: pytest.FixtureRequest, first: int) -> None:
     """Every third chunk on four ranks."""
     pool = request.getfixturevalue("four" if first % (3 * CHUNK) == 2 * CHUNK else "two")
     pool.run(check, first, min(CHUNK, NUM_MODELS - first), timeout=600.0)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_MODELS, 2 * CHUNK))
+def test_with_regions(two: Pool, first: int) -> None:
+    called, _ = two.run(check_regions, first, min(2 * CHUNK, NUM_MODELS - first), timeout=600.0)
+    assert called > 0

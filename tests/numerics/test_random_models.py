@@ -1,5 +1,6 @@
 """Random models: eager = compiled bit for bit, and both as unsharded; a failure is shrunk to a
-small printed model. Each also with no memory for what is saved: computed again, or on the host.
+small printed model. Each also with no memory for what is saved: computed again, or on the host;
+and with all that is computed between collectives as calls of regions.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from kit.offload import beside_host
 from kit.random_models import Program, Spec, batch, build, make, problem_of, shard, shrink, smaller
+from kit.regions import in_regions
 from torch import Tensor
 
 from compiled_fsdp import planned
@@ -124,6 +126,34 @@ def check_budgets(first: int, number: int) -> int:
     return num_copies
 
 
+def called_regions(program: Program) -> int:
+    """The same numbers with all between collectives in calls; how many there were.
+
+    Raises:
+        AssertionError: with the first difference.
+    """
+    eager = gradients(program, "eager")
+    torch._dynamo.reset()
+    with in_regions() as calls:
+        compiled = gradients(program, "compiled")
+    for i, (a, b) in enumerate(zip(eager, compiled, strict=True)):
+        is_same = a is b if a is None or b is None else torch.equal(a, b)
+        assert is_same, f"gradient {i}: with regions it differs from eager"
+    return calls.num
+
+
+def check_regions(first: int, number: int) -> int:
+    """How many calls there were."""
+    num_calls = 0
+
+    def compare_regions(program: Program) -> None:
+        nonlocal num_calls
+        num_calls += called_regions(program)
+
+    check(first, number, partial(problem_of, compare_regions))
+    return num_calls
+
+
 def check(first: int, number: int, fails: Callable[[Program], str | None] = fails) -> None:
     for seed in range(first, first + number):
         program = make(seed)
@@ -143,6 +173,12 @@ def test_random_models(request: pytest.FixtureRequest, first: int) -> None:
 def test_in_a_budget(two: Pool, first: int) -> None:
     copied, _ = two.run(check_budgets, first, min(2 * CHUNK, NUM_MODELS - first), timeout=600.0)
     assert copied > 0
+
+
+@pytest.mark.parametrize("first", range(0, NUM_MODELS, 2 * CHUNK))
+def test_with_regions(two: Pool, first: int) -> None:
+    called, _ = two.run(check_regions, first, min(2 * CHUNK, NUM_MODELS - first), timeout=600.0)
+    assert called > 0
 
 
 def test_a_failure_shrinks() -> None:

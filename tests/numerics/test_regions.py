@@ -25,6 +25,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 from torch.utils.checkpoint import checkpoint
 
+from compiled_fsdp import FullyShardedDataParallel as FSDP
 from compiled_fsdp import dumped_to, explain, fully_shard, planned
 from compiled_fsdp.compiler import inductor
 from compiled_fsdp.ir.collectives import GATHERS, WAIT
@@ -83,6 +84,7 @@ class Case:
     reshard: bool = True
     plan: tuple[tuple[str, Any], ...] = ()
     regions: str = "auto"
+    wrapper: bool = False
 
 
 MIXED = Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -97,6 +99,7 @@ CASES = {
     "all in one": ALL,
     "all in one, and dropout": replace(ALL, dropout=0.2),
     "bf16": Case(depth=7, older=True, policy=MIXED),
+    "FSDP1": Case(depth=7, wrapper=True),  # which divides gradients before they are reduced, too
     "units": replace(ALL, checkpoints=False, regions="units"),
     "units in bf16": Case(depth=7, older=True, policy=MIXED, regions="units"),
 }
@@ -109,8 +112,13 @@ def train(
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Model(case.depth, case.dropout, case.checkpoints, case.older)
-    for module in (*model.layers, model):
-        fully_shard(module, mp_policy=case.policy, reshard_after_forward=case.reshard)
+    if case.wrapper:
+        how: dict[str, Any] = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        model.layers = nn.ModuleList(FSDP(layer, **how) for layer in model.layers)
+        model = FSDP(model, **how)
+    else:
+        for module in (*model.layers, model):
+            fully_shard(module, mp_policy=case.policy, reshard_after_forward=case.reshard)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     call = torch.compile(model, fullgraph=True, dynamic=False) if compiles else model
     found = []
@@ -122,7 +130,8 @@ def train(
             loss.backward()
             optimizer.step()
             found.append(loss.detach())
-    found += [parameter.grad.to_local() for parameter in model.parameters()]
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    found += [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
     return found, explain(model)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from kit.compare import check_equal
 from kit.harness import ROUNDING, SLOW, local
 from kit.overlap import OPTIMIZERS
+from kit.regions import in_regions
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -144,6 +145,20 @@ def test_numbers(two: Pool) -> None:
     optimizers that unscale by themselves.
     """
     two.run(compare, timeout=SLOW)
+
+
+def compare_in_regions() -> None:
+    for count, clip in ((1, None), (2, 0.5)):
+        expected = trained(whole=False, count=count, clip=clip)
+        with in_regions() as calls:
+            found = trained(whole=True, count=count, clip=clip)
+        check_equal(found, expected, f"in regions, {count=}, {clip=}")
+        assert calls.num > 0
+
+
+def test_in_regions(two: Pool) -> None:
+    """What is made of reduced gradients, up to their updates, is left where rules look for it."""
+    two.run(compare_in_regions, timeout=SLOW)
 
 
 def compare_inductor() -> None:

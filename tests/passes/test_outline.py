@@ -16,6 +16,7 @@ import torch
 from compiled_fsdp.passes.base import Context
 from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
 from compiled_fsdp.passes.copy_columns import copy_columns
+from compiled_fsdp.passes.invariants.messages import divided
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.outline import outline
 from compiled_fsdp.passes.verify import check
@@ -215,6 +216,52 @@ def test_copies_are_made_inside_of_the_bucket(orders: tuple[str, ...]) -> None:
         else:
             assert len(find(gm.graph, aten.slice.Tensor)) == 2 * len(orders)
         check(gm, PLAN, "outline")
+
+
+def test_a_constant_goes_in() -> None:
+    """Of the graph's module, as `torch.tensor([...])` in a forward is, where each call has its
+    own.
+    """
+    with mock.patch.object(repeats, "LEAST_NODES", 2):
+        gm = plain_layers()
+        for i, node in enumerate(find(gm.graph, aten.neg.default)):
+            values = torch.arange(float(WIDTH)) + i
+            gm.register_buffer(f"_tensor_constant{i}", values)
+            with gm.graph.inserting_before(node):
+                constant = gm.graph.get_attr(f"_tensor_constant{i}")
+                constant.meta["val"] = node.meta["val"][0]
+                scaled = gm.graph.call_function(aten.mul.Tensor, (node.args[0], constant))
+            scaled.meta["val"] = node.meta["val"]
+            node.args = (scaled,)
+        gm = outlined(gm)
+    calls = gm.graph.find_nodes(op="call_function", target=INVOKE)
+    given = [[str(n.target) for n in call.args[2:] if n.op == "get_attr"] for call in calls]
+    assert given == [[f"_tensor_constant{i}"] for i in range(3)]
+
+
+def reduced_layers(count: int) -> GraphModule:
+    """Layers whose gradients are divided before they are reduced, as FSDP1's and fp16's are."""
+    hand = Hand()
+    y = hand.input("y", SIDE, SIDE)
+    for i in range(count):
+        (spec,) = unit(f"layers.{i}", {"w": (SIDE, SIDE)}, pre_divide=2.0, post_divide=1.0)
+        y = hand(aten.mm.default, hand.compute(y), y)
+        hand.reduce_grad(y, hand.input(f"flat{i}", SIDE * SIDE // 2), spec)
+    return lower(hand.returns(y), PLAN)
+
+
+def test_divisions_inside_of_a_call_are_seen() -> None:
+    """By `verify`, of every layer: what a call sends to others was divided in it, or not."""
+    with fake_ranks(2), mock.patch.object(repeats, "LEAST_NODES", 2):
+        gm = outlined(reduced_layers(4))
+        assert len(gm.graph.find_nodes(op="call_function", target=INVOKE)) >= LEAST_TIMES
+        (call, *_) = gm.graph.find_nodes(op="call_function", target=INVOKE)
+        (division,) = find(gm.get_submodule(str(call.args[1])).graph, aten.div.Tensor)
+        assert not list(divided(gm, PLAN))
+        division.args = (division.args[0], 4.0)
+        found = [words for _, words in divided(gm, PLAN)]
+    said = "are divided by (4.0, 1.0), not by (2.0, 1.0)"
+    assert [words.endswith(said) for words in found] == [True] * 4, found
 
 
 def test_what_writes_ends_a_span() -> None:
