@@ -470,9 +470,9 @@ def _flat_grad(
         if step.units and spec.unit not in step.units:
             raise NotImplementedError(
                 f"{step.doing}: backward yields a gradient of {spec.fqn} in unit "
-                f"{spec.unit.split('#')[0]}, which is no part of the model that was given, and "
-                "whose optimizer is another. Freeze that model for this step "
-                f"(requires_grad_(False)), or detach what it computes. {INSTEAD}"
+                f"{spec.unit.split('#')[0]}, which was no part of the model that was given. Freeze "
+                "that model for this step (requires_grad_(False)), or detach what it computes; if "
+                f"it was put into the model since, call {step.doing} again. {INSTEAD}"
             )
         if spec.sync != "reduce" or spec.is_accumulating:
             raise NotImplementedError(

@@ -7,7 +7,8 @@ while it is traced, its compiled step sets the mark, and `catch_up` calls what w
 mark is found set. That is before the next forward, the first moment at which anything of ours
 depends on it.
 
-Private torch used here (tried on 2.11, 2.13): `torch._dynamo.comptime`.
+Private torch used here (tried on 2.11, 2.13): `torch._dynamo.comptime`, and the hooks that all
+optimizers have.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.comptime import comptime
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -90,6 +92,21 @@ def writing(optimizer: Optimizer) -> None:
 def ended(optimizer: Optimizer) -> None:
     """It has ended."""
     _call(_after, optimizer)
+
+
+def hooks_of_others() -> list[str]:
+    """What others than torch and we want to be called around every step of every optimizer."""
+    hooks = [
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
+    ]
+    modules = [getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks]
+    names = [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks]
+    return [
+        f"{module}.{name}"
+        for module, name in zip(modules, names, strict=True)
+        if module.partition(".")[0] not in ("torch", "compiled_fsdp")
+    ]
 
 
 def catch_up() -> None:

@@ -35,7 +35,7 @@ BACKENDS = ("compiled_fsdp", "compiled_fsdp_eager")
 def compile_step(
     model: nn.Module,
     optimizer: optim.Optimizer | Sequence[optim.Optimizer],
-    loss_fn: Callable[..., Tensor] | None = None,
+    loss_fn: Callable[..., Tensor | tuple[Any, ...]] | None = None,
     *,
     clip: float | None = None,
     accumulate: int = 1,
@@ -78,8 +78,9 @@ def compile_step(
             of them. Matrices of a `Muon` travel to their owners and back as nodes of the graph. Of
             parameters that no unit has (experts divided among ranks, `ignored_params`), each rank
             updates what it has with its own gradient.
-        loss_fn: called with the model and the batch; returns the loss alone, a tensor of one
-            element, and has to be one graph. None: `model(*batch)` is the loss.
+        loss_fn: called with the model and the batch; returns the loss, a tensor of one element, or
+            a tuple that begins with it, whose others (of any kind) are detached; has to be one
+            graph. None: `model(*batch)` is that.
         clip: the largest global norm (2-norm) of the gradients, as `clip_grad_norm_` computes it.
             Nothing is updated before all gradients are reduced then.
         accumulate: micro-batches for each update. A batch among them is a tuple or list of
@@ -107,13 +108,15 @@ def compile_step(
         dynamic: as for `torch.compile`.
 
     Returns:
-        The step. `step(*batch, **more)`, or `step(batches)`, returns the loss, detached.
+        The step. `step(*batch, **more)`, or `step(batches)`, returns the loss, detached; of a
+        `loss_fn` that returns more, a tuple of it and these, of several micro-batches a list of
+        each.
 
     Raises:
         NotImplementedError: what is asked for is not supported in a whole step; from `step(...)`,
             the loss cannot be captured as one graph, or has gradients that no update takes.
         TypeError: the model has no sharded module, the optimizer is of another class, or a batch
-            of several is none.
+            of several is none; from `step(...)`, `loss_fn` returns something else.
         ValueError: an argument is out of its range, two optimizers hold a parameter, or none holds
             one that the model trains, or there are other than `accumulate` batches.
         RuntimeError: from `step(...)`: gradients of an earlier backward are still there, or hooks

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import optim
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.errors import shortened
 from compiled_fsdp.optim.muon import Muon
 
@@ -120,8 +121,15 @@ class Optimizers:
         """Check that nothing would be left out that the optimizers' own steps do.
 
         Raises:
-            RuntimeError: one has hooks on its step, or another step than its class.
+            RuntimeError: one has hooks on its step, or all optimizers have, or one has another
+                step than its class.
         """
+        if names := optimizer_steps.hooks_of_others():
+            raise RuntimeError(
+                "compile_step: hooks on the steps of all optimizers (register_optimizer_step_"
+                f"pre_hook or _post_hook: {shortened(names)}) would not be called: a step is taken "
+                f"inside of a graph, unit by unit. Remove them, or call them around it. {LOOP}"
+            )
         for optimizer in self.made:
             name = type(optimizer).__name__
             if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:

@@ -334,6 +334,15 @@ class State:
         ]
 
 
+def follow_user_below(code: CodeType) -> None:
+    """Before a graph of a function of this code object, whose guards ask what is trained: take over
+    what the user did to the models that it calls, which else is noticed when it is traced again.
+    """
+    trees = dict.fromkeys(state.runtime.tree for state in called_below(code))
+    for runtime in [runtime for tree in trees for runtime in tree.in_order()]:
+        _follow_user(runtime, is_compiled=False, is_traced=False)
+
+
 def _follow_user(runtime: Runtime, *, is_compiled: bool, is_traced: bool) -> None:
     """Take over what was assigned, frozen or unfrozen since the last call."""
     check_supported(runtime.unit)

@@ -5,8 +5,8 @@ which the passes schedule and `verify` checks as a whole (`compiler/stitch.py`).
 user's own optimizer, stepped for the parameters of a unit where the unit's gradients are there:
 learning rates, schedules and state dicts are its own, and no recompile follows from them.
 
-Private torch used here (tried on 2.13): what optimizers leave for learning rate schedulers, and the
-hooks of tensors.
+Private torch used here (tried on 2.13): what optimizers leave for learning rate schedulers, the
+hooks of tensors, and `torch.utils._pytree`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.verdict import compare
-from compiled_fsdp.errors import warn_once
-from compiled_fsdp.torch_private.dynamo import error_of_backend, uncompiled, untraced, why_no_graph
+from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.torch_private.dynamo import (
+    compile_for_good,
+    error_of_backend,
+    uncompiled,
+    untraced,
+    why_no_graph,
+)
+from compiled_fsdp.torch_private.modules import hooked_on_backward
 from compiled_fsdp.wire import copies
+from compiled_fsdp.wire.ignored import Ignored
 
 from .hosted_states import HostedStates
 from .ignored import IgnoredParams
 from .matrices import Matrices
 from .optimizers import LOOP, Optimizers, Told
 from .scaling import Scaling
+from .state import follow_user_below
 from .states_at_rest import bring_home
+from .stepped import announce_updated
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +54,6 @@ if TYPE_CHECKING:
     from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
-    from compiled_fsdp.wire.ignored import Ignored
 
 _numbers = itertools.count()
 
@@ -69,7 +79,7 @@ class Step:
         units: list[Unit],
         optimizers: Optimizers,
         ignored: IgnoredParams,
-        loss_fn: Callable[..., Tensor] | None,
+        loss_fn: Callable[..., Tensor | tuple[Any, ...]] | None,
         wanted: dict[str, Any],
         backend: str,
         dynamic: bool | None,
@@ -83,21 +93,23 @@ class Step:
         self._ignored = ignored
         self._updated: dict[FlatBuffer | Ignored, None] = {}
         self._kept: dict[nn.Parameter, tuple[int, int]] = {}
-        inner = uncompiled(model)
+        inner, name, count = uncompiled(model), self.name, self.num_batches
+        self._model: nn.Module = inner
 
-        def loss_of(args: Sequence[Any], more: dict[str, Any]) -> Tensor:
-            loss: Tensor = (
-                inner(*args, **more) if loss_fn is None else loss_fn(inner, *args, **more)
-            )
-            return loss
+        def part(args: Sequence[Any], more: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...]]:
+            found = inner(*args, **more) if loss_fn is None else loss_fn(inner, *args, **more)
+            loss, others = _loss_and_others(found, name)
+            return (loss if count == 1 else loss / count), others
 
-        def whole_step(*batch: Any, **more: Any) -> Tensor:
-            return loss_of(batch, more)
+        def one(*batch: Any, **more: Any) -> Any:
+            loss, others = part(batch, more)
+            return (loss,), (others,)
 
-        def of_batches(*batches: tuple[Sequence[Any], dict[str, Any]]) -> tuple[Tensor, ...]:
-            return tuple(loss_of(*batch) / len(batches) for batch in batches)
+        def several(*batches: tuple[Sequence[Any], dict[str, Any]]) -> Any:
+            parts = [part(*batch) for batch in batches]
+            return tuple(loss for loss, _ in parts), tuple(others for _, others in parts)
 
-        plain = whole_step if self.num_batches == 1 else of_batches
+        plain = one if count == 1 else several
 
         def scaled(scale: Tensor, *batch: Any, **more: Any) -> tuple[Tensor, Any]:
             return scale.double().reciprocal().float(), plain(*batch, **more)
@@ -114,11 +126,12 @@ class Step:
         self._states = HostedStates(units, optimizers)
         self._plan()
         for unit in units:
-            unit.on_update[self.name] = self._update
-            unit.on_matrices[self.name] = self._matrices
-            unit.on_states[self.name] = self._states
-            unit.on_verdict[self.name] = self._judge
+            unit.on_update[self.name] = _weakly(self._update)
+            unit.on_matrices[self.name] = weakref.proxy(self._matrices)
+            unit.on_states[self.name] = weakref.proxy(self._states)
+            unit.on_verdict[self.name] = _weakly(self._judge)
         ignored.join(self.name, self._update_ignored, self._judge)
+        weakref.finalize(self, _leave, units, self.name).atexit = False
         self.is_running = False
         _made.add(self)
         optimizer_steps.before(_drop_gathered)
@@ -137,10 +150,25 @@ class Step:
         if planned.items() <= self._wanted.items():
             return
         self._wanted.update(planned)
+        own = _own(self._function, self.name)
+        self._code = own.__code__
+        compile_for_good(self._code, self._note_compiled_often)
         self._run: Callable[..., Any] = torch.compile(
-            _own(self._function, self.name),
+            own,
             **self._options,
             options={"whole_step": dict(self._wanted)},  # type: ignore[dict-item]
+        )
+
+    def _note_compiled_often(self, times: int, why: str) -> None:
+        """Dynamo would raise; other ranks may be in a graph."""
+        warn_once(
+            f"compile_step: {self.name} was compiled {times} times, as often as "
+            f"torch._dynamo.config.recompile_limit has it, last because {why}. It is compiled on "
+            "for every new kind of input. Pass numbers that change from step to step as arguments "
+            "(of a module's attribute, p of a dropout say, each value is a graph), append to no "
+            "list in loss_fn (return what is to be kept: return loss, metrics), and mark sizes "
+            "that change with torch._dynamo.mark_dynamic",
+            about=f"{self.name} is compiled often",
         )
 
     def _signature(self) -> tuple[object, ...]:
@@ -168,8 +196,8 @@ class Step:
         return [(p, held) for unit in self._units for p in unit.params for held in p.held_as]
 
     @untraced
-    def __call__(self, *batch: Any, **more: Any) -> Tensor:
-        """One training step; returns the loss, detached."""
+    def __call__(self, *batch: Any, **more: Any) -> Any:
+        """One training step; returns the loss, detached, and what else `loss_fn` returns."""
         if self.num_batches > 1:
             batch, more = self._batches(batch, more), {}
         self._check()
@@ -184,15 +212,15 @@ class Step:
         for unit in self._units:
             unit.ledger.keeps_all = is_running
 
-    def _step(self, batch: tuple[Any, ...], more: dict[str, Any]) -> Tensor:
+    def _step(self, batch: tuple[Any, ...], more: dict[str, Any]) -> Any:
         for optimizer in self.optimizers.made:
             optimizer_steps.begun(optimizer)
         self._updated.clear()
         given = () if self.scaling is None else (self.scaling.begin(),)
         try:
             with torch.enable_grad():
-                loss = self._run(*given, *batch, **more)
-        except Exception as error:
+                found = self._run(*given, *batch, **more)
+        except BaseException as error:  # an interrupt ends a step halfway, too
             self._explain(error)
             raise
         finally:
@@ -208,12 +236,14 @@ class Step:
             if was_called:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers' advice
             optimizer_steps.ended(optimizer)
+            announce_updated(optimizer, [p.param for p in self._updated if isinstance(p, Ignored)])
         for schedule in self.schedules:
             schedule.step()
-        loss = loss if self.scaling is None else loss[1]
-        losses = loss if isinstance(loss, tuple) else (loss,)
+        losses, others = found if self.scaling is None else found[1]
         mean: Tensor = sum((each.detach() for each in losses[1:]), losses[0].detach())
-        return mean
+        if not any(others):
+            return mean
+        return mean, *(others[0] if self.num_batches == 1 else map(list, zip(*others, strict=True)))
 
     def _batches(self, given: tuple[Any, ...], more: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments of each micro-batch, by place and by name."""
@@ -241,7 +271,7 @@ class Step:
             if any(id(each) in held for p in flat.params for each in p.held_as):
                 flat.drop_ahead()
 
-    def _explain(self, error: Exception) -> None:
+    def _explain(self, error: BaseException) -> None:
         """Say in our words what Dynamo says; and that a step has ended halfway."""
         inner = error_of_backend(error)
         if isinstance(inner, NotImplementedError):
@@ -253,6 +283,12 @@ class Step:
                 "before the backwards, in the loop each backward comes before the next forward. "
                 f"Write behind the step, or leave accumulate out. {LOOP}"
             ) from error
+        if kind := _strange.pop(self.name, ""):
+            raise TypeError(
+                f"compile_step: loss_fn (or the model, without one) returns {kind}; should be the "
+                "loss, a tensor of one element, or a tuple that begins with it, all others "
+                "detached: return loss, {'accuracy': accuracy.detach()}. step(...) returns the same"
+            ) from None
         if why := why_no_graph(error):
             raise NotImplementedError(
                 f"compile_step: the model with its loss is not one graph: {why}. Make it one "
@@ -271,8 +307,15 @@ class Step:
                 "compile_step: called in inference mode, where nothing can be trained. "
                 "Call it outside"
             )
+        if names := hooked_on_backward(self._model):
+            raise NotImplementedError(
+                f"compile_step: hooks on the backward of {shortened(names)} would not be called: "
+                "backward is a part of the graph. Remove them, or register them on a tensor in "
+                f"forward (output.register_hook). {LOOP}"
+            )
         params = self._held()
         self.optimizers.check_ready()
+        follow_user_below(self._code)
         self._ignored.check(self._units, params)
         if self._signature() != self._planned_for:
             self._plan()
@@ -285,7 +328,8 @@ class Step:
             if own.grad is not None:
                 raise RuntimeError(
                     f"compile_step: {p.fqn} has a gradient of an earlier backward, which the step "
-                    "would not add to. Call optimizer.zero_grad() before"
+                    "would not add to. Call optimizer.zero_grad() before, which drops gradients "
+                    "(zeros, of set_to_none=False, are gradients too)"
                 )
             if own._backward_hooks or own._post_accumulate_grad_hooks:
                 raise RuntimeError(
@@ -370,6 +414,30 @@ class Step:
         return drop
 
 
+_strange: dict[str, str] = {}  # what the loss function of a step returns, if that cannot be used
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_strange(name: str, kind: str) -> None:
+    _strange[name] = kind
+
+
+def _loss_and_others(found: Any, name: str) -> tuple[Tensor, tuple[Any, ...]]:
+    """Traced: the loss, and what else a loss function returns, for the step of this name."""
+    if isinstance(found, torch.Tensor):
+        return found, ()
+    if isinstance(found, tuple) and found and isinstance(found[0], torch.Tensor):
+        loss, *others = found
+        if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(others)):
+            return loss, tuple(others)
+        strange = "in which others than the first require a gradient"
+        _note_strange(name, f"a {type(found).__name__} {strange}")
+    else:
+        _note_strange(name, f"a {type(found).__name__}")
+    torch._dynamo.graph_break()
+    raise AssertionError  # with fullgraph=True, that was the end
+
+
 def _state(grad: Tensor | None) -> tuple[int, int]:
     """Changes if a gradient is another, or is added to."""
     local: Any = getattr(grad, "_local_tensor", grad)
@@ -377,6 +445,27 @@ def _state(grad: Tensor | None) -> tuple[int, int]:
 
 
 _made: weakref.WeakSet[Step] = weakref.WeakSet()
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The same, for units, which must not keep a step: a notebook makes one after the other, each
+    with an optimizer and its state. While a graph calls it, the step is running.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        found = reference()
+        assert found is not None, "a step outlives its graph"
+        found(*args)
+
+    return call
+
+
+def _leave(units: list[Unit], name: str) -> None:
+    """A step of this name is gone."""
+    for unit in units:
+        for table in (unit.on_update, unit.on_matrices, unit.on_states, unit.on_verdict):
+            table.pop(name, None)
 
 
 def _drop_gathered(optimizer: optim.Optimizer) -> None:

@@ -52,9 +52,23 @@ def look_at_params(optimizer: Optimizer) -> None:
         plain = _of_nobody(params)
         _plain[optimizer] = len(params), plain
     found = [p for p in plain if p.grad is not None]
-    if not found:
-        return
-    _plain[optimizer] = len(params), []
+    if found:
+        _plain[optimizer] = len(params), []
+        _announce(optimizer, found)
+
+
+def announce_updated(optimizer: Optimizer, updated: Iterable[nn.Parameter]) -> None:
+    """The same behind a whole step that has updated these parameters of no unit, whose gradients
+    nobody sees.
+    """
+    count, plain = _plain.get(optimizer, (-1, []))
+    changed = {id(p) for p in updated}
+    if found := [p for p in plain if id(p) in changed]:
+        _plain[optimizer] = count, []
+        _announce(optimizer, found)
+
+
+def _announce(optimizer: Optimizer, found: list[nn.Parameter]) -> None:
     warn_once(
         f"compiled_fsdp: {type(optimizer).__name__} steps {_named(found)} beside sharded "
         "parameters, as plain tensors that no unit has: their gradients are not reduced, so that "

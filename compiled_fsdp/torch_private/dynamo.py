@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch._dynamo.exc import (
     RestartAnalysis,
     TensorifyScalarRestartAnalysis,
     Unsupported,
+    UserError,
 )
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -26,6 +28,7 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .subgraphs import operator_name
 
@@ -334,6 +337,19 @@ def codes_under_way() -> list[CodeType]:
     return found
 
 
+# By identity, as what `limits.py` counts.
+_for_good: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def compile_for_good(code: CodeType, tell: Callable[[int, str], None]) -> None:
+    """Compile a function of this code object however often Dynamo's limits are reached, with
+    `fullgraph=True` too; `tell` is called then, with how often that was, and the last reason. Tried
+    on 2.13.
+    """
+    method = weakref.WeakMethod(tell)
+    _for_good[code] = lambda times, why: (found := method()) and found(times, why)
+
+
 def before_compiling(may_go_on: Callable[[CodeType, bool, bool], bool]) -> None:
     """From now on, ask before each compilation of a frame: with its code object, whether it is the
     first of what Dynamo keeps for that, and whether it is beyond one of Dynamo's limits. Such a one
@@ -349,6 +365,10 @@ def before_compiling(may_go_on: Callable[[CodeType, bool, bool], bool]) -> None:
         exceeded, limit = exceeds(cache_size, compile_id)
         compiling = sys._getframe(1).f_locals
         _compiling[:] = [compiling["code"]]
+        if (tell := _for_good.get(compiling["code"])) is not None:
+            if exceeded:
+                tell(cache_size.num_cache_entries, last_recompile(compiling["code"]))
+            return False, ""
         if compiling["one_graph"] or torch._dynamo.config.fail_on_recompile_limit_hit:
             return exceeded, limit
         goes_on = may_go_on(compiling["code"], cache_size.num_cache_entries == 0, exceeded)
@@ -402,17 +422,22 @@ def recompiles() -> list[tuple[str, str]]:
     return list(found)
 
 
-def error_of_backend(error: Exception) -> BaseException | None:
+def error_of_backend(error: BaseException) -> BaseException | None:
     """What a backend has raised, inside of what Dynamo makes of it; None of another error. Tried on
     2.13.
     """
     return error.inner_exception if isinstance(error, BackendCompilerFailed) else None
 
 
-def why_no_graph(error: Exception) -> str:
-    """Why Dynamo could not make one graph of a function, with `fullgraph=True`; "" of another
-    error. Tried on 2.13.
+def why_no_graph(error: BaseException) -> str:
+    """Why Dynamo could not make one graph of a function, with `fullgraph=True`, and in which line;
+    "" of another error. Tried on 2.13.
     """
-    if not isinstance(error, Unsupported):
+    if not isinstance(error, Unsupported | UserError):
         return ""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "unknown")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["unknown"]
+    more = "Developer debug context:" if lines[0] == "Observed exception" else "Explanation:"
+    text = " ".join([lines[0], *(line.removeprefix(more) for line in lines if more in line)])
+    stack = getattr(error, "real_stack", None)
+    where = f"{stack[-1].filename}:{stack[-1].lineno}, {stack[-1].line}" if stack else ""
+    return f"{text.rstrip('.')} ({where})" if where else text.rstrip(".")

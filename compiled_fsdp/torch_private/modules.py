@@ -47,6 +47,20 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
     return _apply_to_tensors(cast, values)
 
 
+def hooked_on_backward(model: torch.nn.Module) -> list[str]:
+    """The names of modules around whose backward something is to be called; "all modules" for
+    hooks of all. Tried on 2.13.
+    """
+    all_modules = torch.nn.modules.module
+    if all_modules._global_backward_hooks or all_modules._global_backward_pre_hooks:
+        return ["all modules"]
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    ]
+
+
 def is_replicated(module: torch.nn.Module) -> bool:
     """Whether torch's composable `replicate` was applied: such modules, and those inside, are not
     sharded.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from compiled_fsdp import fully_shard, fully_sharded_data_parallel
+from compiled_fsdp import compile_step, fully_shard, fully_sharded_data_parallel
 
 if TYPE_CHECKING:
     from kit.pool import Pool
@@ -20,6 +20,8 @@ UNITS = {
     "a root": ("body", "root"),
     "ignored by the root": ("body", "ignoring"),
     "the class of FSDP1": ("wrapped", ""),
+    "a whole step, no root": ("body", ""),
+    "a whole step, ignored by the root": ("body", "ignoring"),
 }
 
 
@@ -43,7 +45,13 @@ def said(name: str) -> list[str]:
     call = torch.compile(model, backend="compiled_fsdp_eager") if "compiled" in name else model
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        for _ in range(2):
+        if "whole step" in name:
+            step = compile_step(
+                model, optimizer, lambda m, x: m(x).sum(), backend="compiled_fsdp_eager"
+            )
+            for _ in range(2):
+                step(torch.ones(2, 4))
+        for _ in range(2 * ("whole step" not in name)):
             call(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
