@@ -59,10 +59,10 @@ def precompile(
     """
     target = target or Target()
     units = _units(model, "precompile")
-    _check_alone(units)
     _check_plan()
     for param in (param for unit in units for param in unit.params):
         check_extension(param)
+    _check_alone(units)
     if Path(folder).is_dir() and any(Path(folder).iterdir()):
         raise FileExistsError(
             f"precompile: {folder} is not empty. Nothing is written over: name a new folder"
