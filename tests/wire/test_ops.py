@@ -172,5 +172,5 @@ def test_no_cuda_graph_replays_what_the_host_has_to_do() -> None:
         "verdict_",
         "note_counts_",
     }
-    copies = {"copy_to", "start_copy", "offload", "reload"}
+    copies = {"copy_to", "start_copy", "offload", "reload", "fetch_state", "store_state"}
     assert tagged == users | units | copies | {"agree", "watch_heads"}
