@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, optim
+from torch.distributed.tensor import DTensor
+
+from compiled_fsdp.torch_private.dtensors import local_tensor, make_dtensor
 
 from .states_at_rest import bring_home
 
@@ -79,8 +82,70 @@ def step_part(
             groups.append({**group, "params": part})
     if not groups:
         return
-    bring_home(optimizer, [p for group in groups for p in group["params"]])
-    _step(base, {**optimizer.__dict__, "param_groups": groups, **given})
+    held: list[Tensor] = [p for group in groups for p in group["params"]]
+    bring_home(optimizer, held)
+    attributes = {**optimizer.__dict__, **given}
+    stepped = [p for p in held if p.grad is not None]
+    if base in ONE_BY_ONE and all(_may_be_local(p, optimizer.state.get(p)) for p in stepped):
+        _step_locals(base, groups, attributes)
+    else:
+        _step(base, {**attributes, "param_groups": groups})
+
+
+def _may_be_local(param: Tensor, state: dict[str, Any] | None) -> bool:
+    """Whether a step of the local tensor is a step of this DTensor."""
+    if not (isinstance(param, DTensor) and param.ndim and isinstance(param.grad, DTensor)):
+        return False
+    values = [each for each in (state or {}).values() if isinstance(each, Tensor) and each.ndim]
+    shapes = {local_tensor(each).shape for each in (param.grad, *values)}
+    return shapes == {local_tensor(param).shape} and all(isinstance(v, DTensor) for v in values)
+
+
+def _step_locals(
+    base: type[optim.Optimizer], groups: list[dict[str, Any]], attributes: dict[str, Any]
+) -> None:
+    """The same step on the local tensors: DTensors find out anew for each operation what comes of
+    their placements, which takes longer than to step a small parameter.
+
+    What is decided by the type of a parameter is decided as for DTensors: none is stepped by
+    foreach operations unless that was asked for.
+    """
+    state: dict[Tensor, Any] = attributes["state"]
+    locals_: dict[Tensor, Tensor] = {}
+    parts = []
+    for group in groups:
+        own = []
+        for param in (p for p in group["params"] if p.grad is not None):
+            local = local_tensor(param).detach()
+            local.grad = local_tensor(param.grad)
+            locals_[param] = local
+            own.append(local)
+        foreach = {"foreach": bool(group["foreach"])} if "foreach" in group else {}
+        parts.append({**group, "params": own, **foreach})
+    before = {p: _locals_of(state[p]) for p in locals_ if p in state}
+    found: dict[Tensor, Any] = defaultdict(dict)
+    found.update((locals_[p], dict(values)) for p, values in before.items())
+    _step(base, {**attributes, "param_groups": parts, "state": found})
+    for param, local in locals_.items():
+        known = before.get(param, {})
+        for name, value in found[local].items() if local in found else ():
+            if value is not known.get(name):
+                is_like = isinstance(value, Tensor) and value.shape == local.shape
+                state[param][name] = make_dtensor(value, param) if is_like else value
+    written = [p for group in groups if not _is_fused(group) for p in group["params"]]
+    torch.autograd.graph.increment_version(p for p in written if p in locals_)
+
+
+def _locals_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: local_tensor(value) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
+
+
+def _is_fused(group: dict[str, Any]) -> bool:
+    """Whether torch steps these by operations on lists, which count no version."""
+    return bool(group.get("fused") or group.get("foreach"))
 
 
 def remembered(

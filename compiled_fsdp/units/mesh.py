@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +42,7 @@ class SpmdMesh:
         return tuple((self.mesh.mesh_dim_names or ()).index(name) for name in names)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MeshInfo:
     """A 1-D mesh (fully sharded) or a 2-D one (HSDP: axis 0 replicates, axis 1 shards).
 
@@ -84,9 +84,9 @@ class MeshInfo:
         """Ranks that a parameter is cut over."""
         return self.mesh.size(self.shard_axis) if self.is_sharding else 1
 
-    @property
+    @cached_property
     def shard_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's place among them; torch computes it anew each time, from the group."""
         return self.mesh.get_local_rank(self.shard_axis) if self.is_sharding else 0
 
     @property
