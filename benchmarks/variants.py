@@ -110,16 +110,21 @@ def build_ours_overlap(job: Job, **options: float) -> Step:
     return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job, overlap=overlap)
 
 
-def build_ours_whole_step(job: Job) -> Step:
-    """Forward, backward and the optimizer as one graph."""
-    from compiled_fsdp import compile_step, fully_shard
+def build_ours_whole_step(job: Job, **fields: float | str) -> Step:
+    """Forward, backward and the optimizer as one graph, with other fields of the plan."""
+    from compiled_fsdp import compile_step, fully_shard, planned
 
     model = make_model(job)
     shard(model, fully_shard)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     whole_step = compile_step(model, optimizer, dynamic=False)
     batches = make_batches(job)
-    return lambda index: whole_step(*batches[index % NUM_BATCHES])
+
+    def step(index: int) -> Tensor:
+        with planned(**fields):  # compiled in the first step
+            return whole_step(*batches[index % NUM_BATCHES])
+
+    return step if fields else lambda index: whole_step(*batches[index % NUM_BATCHES])
 
 
 def build_ours_planned(
@@ -460,6 +465,11 @@ VARIANTS |= {
     )
     for name, budget in RECOMPUTED.items()
 }
+VARIANTS["ours_whole_step_recompute_45"] = Variant(
+    partial(build_ours_whole_step, memory_budget=0.45, recompute="budget"),
+    "local_compile",
+    "compile_step, memory_budget=0.45, recompute='budget'",
+)
 # torch's Muon iterates in bfloat16, the others here in fp32.
 BF16_TOLERANCE = 0.1
 VARIANTS |= {

@@ -302,6 +302,8 @@ def places_of(tangents: Sequence[Node], output: Node, num_outputs: int) -> list[
 
 # As Dynamo may spell the path of a submodule.
 _MODULES = re.compile(r"__dict__\['_modules'\]\['([^']*)'\]")
+# What Dynamo calls the outermost module: a local, or what a function has closed over.
+_ROOT = re.compile(r"^(L\['\w+'\])?(.*\bcell_contents\b)?")
 # A line of a stack trace: file, line, and what it says.
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*\n *(.*)')
 
@@ -314,9 +316,8 @@ def made_at(tangent: Node, output: Node) -> str:
     made = next((node for node, each in returned(output) if node and each == kind), None)
     if made is None:
         return ""
-    stack = [*(made.meta.get("nn_module_stack") or {}).values()]
     frames = _FRAME.findall(made.meta.get("stack_trace") or "")
-    module = stack[-1][0].rpartition("cell_contents.")[2] if stack else ""
+    module = module_of(made)
     told = f" of {module}" if module else ""
     return f"{told}, made at {':'.join(frames[-1][:2])}, {frames[-1][2]}" if frames else told
 
@@ -400,7 +401,7 @@ def module_of(node: Node) -> str:
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
-    return re.sub(r"^L\['\w+'\]", "", path).lstrip(".")  # what Dynamo calls the outermost module
+    return _ROOT.sub("", _MODULES.sub(r"\1", path)).lstrip(".")
 
 
 def take_over(node: Node, original: Node) -> None:

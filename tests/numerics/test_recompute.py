@@ -126,6 +126,7 @@ def take_steps() -> list[str]:
             losses = [step(batch()).detach() for _ in range(2)]
         seen.append([*losses, *(whole(p.detach()) for p in model.parameters())])
     assert all(map(torch.equal, *seen))
+    assert "__closure__" not in str(explain(model))  # where Dynamo has found the model
     return [c["name"] for c in choices_of(model) if c["what"] == "save" and not c["is_kept"]]
 
 
