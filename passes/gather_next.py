@@ -23,9 +23,10 @@ step begins, whose `gather_ahead` finds the gather under way. Of the updates tha
 reduction, those come first whose units are gathered first.
 
 Requires: the final places of updates; gathers that may be under way already.
-Ensures: each `gather_ahead` of a buffer that the graph updates has one `gather_next` of the same
-    piece, behind the updates of the buffer, in the order of forward.
-Leaves alone: graphs without updates, and buffers without one. Updates that stand before the last
+Ensures: each `gather_ahead` has one `gather_next` of the same piece, behind the updates of the
+    buffer, in the order of forward; one of a buffer that the graph does not update (frozen), behind
+    that of the gather before it, or, first of all, before that of the next.
+Leaves alone: graphs that update none of these buffers. Updates that stand before the last
     wait, where they fill the time until it is over.
 """
 
@@ -49,15 +50,16 @@ def gather_next(gm: GraphModule, plan: Plan) -> GraphModule:
     updates: dict[object, list[Node]] = {}
     for update in find(gm.graph, UPDATE, UPDATE_MATRICES):
         updates.setdefault(update.args[1], []).append(update)
-    gathers = [node for node in find(gm.graph, GATHER_AHEAD) if node.args[1] in updates]
-    if not gathers:
+    gathers = find(gm.graph, GATHER_AHEAD)
+    first = next((node.args[1] for node in gathers if node.args[1] in updates), None)
+    if first is None:
         return gm
     _sort_last(gm, [node.args[1] for node in gathers])
     behind: Node | None = None
     for gather in gathers:
         position = order(gm.graph)
         _, flat, *piece = gather.args
-        last = [*updates[flat], *([] if behind is None else [behind])]
+        last = [*updates.get(flat, ()), *(updates[first] if behind is None else [behind])]
         behind = max(last, key=lambda node: position[node])
         tag = get_tag(gather)
         assert tag is not None

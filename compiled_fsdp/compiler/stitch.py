@@ -16,7 +16,7 @@ to stand behind its forward, so that the activations of one are alive at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -44,6 +44,7 @@ from compiled_fsdp.ir.meta import (
     set_returned,
     take_over,
 )
+from compiled_fsdp.ir.regions import together
 from compiled_fsdp.ir.schema import (
     REDUCE_GRAD,
     TO_LOWER,
@@ -338,37 +339,45 @@ def _gathered_last(forward: Graph, plan: Plan) -> dict[tuple[object, ParamSpec],
 
 def _first_gathered(graph: Graph, plan: Plan, room: float) -> list[Node]:
     """The parameters of the units that forward gathers first, while they are no larger than `room`
-    bytes: they may be gathered when the step before has updated them. Not under a memory budget;
-    not units that share a gather with others, or that are gathered otherwise than by the plain
-    collective from where they are computed with.
+    bytes: they may be gathered when the step before has updated them. Not under a memory budget.
+
+    Up to the first unit that has several buffers or shares a gather with others, or is gathered
+    otherwise than by the plain collective from where it is computed with: what is gathered for the
+    next step goes over the wire before that, and forward would wait for all of it.
     """
     units: dict[str, list[Node]] = {}
     for node in find(graph, UNSHARD):
         spec = param_spec(node)
         if spec.reshard != AGAIN and not spec.batch and spec.group_size > 1:
             units.setdefault(spec.unit, []).append(node)
+    if plan.memory_budget is not None or not units:
+        return []
+    limit = plan.bucket_limit(param_spec(next(iter(units.values()))[0]).group)
     found: list[Node] = []
-    for nodes in units.values() if plan.memory_budget is None else ():
-        specs = [param_spec(node) for node in nodes]
-        num_bytes = sum(spec.full_bytes() for spec in specs)
-        room -= num_bytes
-        if room < 0:
-            break
+    for bucket in together(units.values(), _full_bytes, limit):
+        (nodes, *others), specs = bucket, [param_spec(node) for node in bucket[0]]
+        room -= _full_bytes(nodes)
         is_plain = not any(s.gather_algorithm or s.device or s.forward_after for s in specs)
-        is_input = all(node.args[0].op == "placeholder" for node in nodes)  # type: ignore[union-attr]
-        if is_plain and is_input and num_bytes >= plan.bucket_limit(specs[0].group):
-            found += nodes
+        flat, *flats = {cast("Node", node.args[0]) for node in nodes}
+        is_one = not others and not flats and flat.op == "placeholder"
+        if room < 0 or not (is_plain and is_one):
+            break
+        found += nodes
     return found
+
+
+def _full_bytes(nodes: Sequence[Node]) -> int:
+    return sum(param_spec(node).full_bytes() for node in nodes)
 
 
 def _last_units(units: dict[str, list[Node]], plan: Plan) -> list[Node]:
     kept: list[Node] = []
     for nodes in reversed(units.values()):
-        together = [*kept, *nodes]
+        joined = [*kept, *nodes]
         limit = plan.bucket_limit(param_spec(nodes[0]).group)
-        if kept and sum(param_spec(n).full_bytes() for n in together) > limit:
+        if kept and _full_bytes(joined) > limit:
             break
-        kept = together
+        kept = joined
     return kept
 
 

@@ -239,20 +239,24 @@ def _offsets(mark: Node) -> list[int]:
 
 def gathered_after_update(gm: GraphModule, plan: Plan) -> Violations:
     """What is gathered for the next step is a piece that the graph takes over at its beginning,
-    once each, and its buffer is updated before, never after.
+    once each, in the same order, and its buffer is updated before, never after.
     """
     position = order(gm.graph)
     updates = find(gm.graph, UPDATE, UPDATE_MATRICES)
     taken = Counter(_piece(node.args[1:]) for node in find(gm.graph, GATHER_AHEAD))
+    places = {piece: place for place, piece in enumerate(taken)}
     seen: Counter[tuple[object, ...]] = Counter()
+    latest = -1
     for node in find(gm.graph, GATHER_NEXT):
         flat, piece = cast("Node", node.args[0]), _piece(node.args)
         seen[piece] += 1
+        place = places.get(piece, latest)
+        if place < latest:
+            yield node, f"%{node.name} gathers behind others what the graph takes over before them"
+        latest = max(latest, place)
         if taken[piece] != 1 or seen[piece] > 1:
             yield node, f"%{node.name} gathers what no gather_ahead takes over, or a second time"
         of_buffer = [update for update in updates if update.args[1] is flat]
-        if not of_buffer:
-            yield node, f"%{node.name} gathers %{flat.name}, which the graph does not update"
         for update in of_buffer:
             if position[update] > position[node]:
                 yield node, f"%{node.name} gathers %{flat.name} before %{update.name} writes it"

@@ -267,3 +267,49 @@ def limited() -> None:
 
 def test_limited(two: Pool) -> None:
     two.run(limited, timeout=SLOW)
+
+
+def first_units(widths: tuple[int, ...], *, is_frozen: bool) -> list[bool]:
+    """Which units are gathered for the next step; the numbers are the loop's."""
+    found: list[list[Any]] = []
+    for is_whole in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        pairs = zip((4, *widths), (*widths, 4), strict=True)
+        model = nn.Sequential(*(nn.Linear(given, made) for given, made in pairs))
+        model[0].requires_grad_(not is_frozen)
+        for module in (*model, model):
+            fully_shard(module, reshard_after_forward=True)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        whole = compile_step(
+            model, optimizer, lambda m, x: m(x).square().mean(), backend="compiled_fsdp_eager"
+        )
+        losses = []
+        for i in range(3):
+            torch.manual_seed(10 * i + dist.get_rank())
+            x = torch.randn(3, 4)
+            if is_whole:
+                losses.append(whole(x))
+                continue
+            losses.append(model(x).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([*losses, *(local(p) for p in model.parameters())])
+    check_equal(found[1], found[0], f"{widths}")
+    units: list[Any] = [module._get_fsdp_state().unit for module in model]
+    return [any(flat.ahead for flat in unit.flats) for unit in units]
+
+
+def which_come_first() -> None:
+    with planned(bucket_bytes=500):
+        # The first unit has 40 bytes of parameters, and the second too much to share a gather.
+        assert first_units((2, 80, 80), is_frozen=False)[:2] == [True, True]
+        assert first_units((2, 80, 80), is_frozen=True)[:2] == [True, True]
+        # What the third is gathered for would wait for the one gather of the first two.
+        assert not any(first_units((2, 2, 80, 80), is_frozen=False))
+
+
+def test_what_forward_gathers_first_goes_first(two: Pool) -> None:
+    """Nothing goes ahead of a unit that forward needs before, however small that is."""
+    two.run(which_come_first, timeout=SLOW)

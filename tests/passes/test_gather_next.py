@@ -73,6 +73,17 @@ update_(%mul_tensor, %flat1, [0], 'step0')
 gather_next(%flat1, 0, [2], f32, 2, 'shard', [], [])  # u1: next""",
         )
 
+    def test_a_frozen_unit(self):
+        """One that is not updated, but is gathered first: nothing is gathered before it."""
+        gm = gather_next(step(2, updated=(1,)), PLAN)
+        self.assertExpectedInline(
+            tail(gm),
+            """\
+update_(%g1, %flat1, [0], 'step0')
+gather_next(%flat0, 0, [2], f32, 2, 'shard', [], [])  # u0: next
+gather_next(%flat1, 0, [2], f32, 2, 'shard', [], [])  # u1: next""",
+        )
+
     def test_what_it_says_of_itself(self):
         """Ranks compare it, and the memory model has it until the end."""
         gm = step(dtype=torch.bfloat16)
@@ -85,6 +96,6 @@ gather_next(%flat1, 0, [2], f32, 2, 'shard', [], [])  # u1: next""",
         self.assertEqual(after.during[at] - after.after[at], 8)  # the optimizer's own
 
     def test_leaves_alone(self):
-        """A buffer that nothing updates; units that did not ask for it; a forward."""
+        """Buffers that nothing updates; units that did not ask for it; a forward."""
         for gm in (step(updated=(1,)), step(overlap=""), step(updated=())):
             self.assertUnchanged(gather_next, gm)
