@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,27 +83,57 @@ def step_part(
             groups.append({**group, "params": part})
     if not groups:
         return
-    held: list[Tensor] = [p for group in groups for p in group["params"]]
-    bring_home(optimizer, held)
+    bring_home(optimizer, [p for group in groups for p in group["params"]])
     attributes = {**optimizer.__dict__, **given}
-    stepped = [p for p in held if p.grad is not None]
-    if base in ONE_BY_ONE and all(_may_be_local(p, optimizer.state.get(p)) for p in stepped):
-        _step_locals(base, groups, attributes)
-    else:
+    stand_ins = _stand_ins(groups, optimizer.state) if base in ONE_BY_ONE else None
+    if stand_ins is None:
         _step(base, {**attributes, "param_groups": groups})
+    else:
+        _step_locals(base, groups, attributes, stand_ins)
 
 
-def _may_be_local(param: Tensor, state: dict[str, Any] | None) -> bool:
-    """Whether a step of the local tensor is a step of this DTensor."""
-    if not (isinstance(param, DTensor) and param.ndim and isinstance(param.grad, DTensor)):
-        return False
-    values = [each for each in (state or {}).values() if isinstance(each, Tensor) and each.ndim]
-    shapes = {local_tensor(each).shape for each in (param.grad, *values)}
-    return shapes == {local_tensor(param).shape} and all(isinstance(v, DTensor) for v in values)
+@dataclass(frozen=True, slots=True)
+class _StandIn:
+    """The local tensor of a DTensor, with its gradient, and what is remembered of it, likewise."""
+
+    local: Tensor
+    state: dict[str, Any]
+
+    @classmethod
+    def of(cls, param: Tensor, state: dict[str, Any]) -> _StandIn | None:
+        """None where a step of the local tensor may be another than that of the parameter."""
+        grad = param.grad
+        if not (isinstance(param, DTensor) and isinstance(grad, DTensor) and param.ndim):
+            return None
+        local, locals_ = local_tensor(param).detach(), {"grad": local_tensor(grad)}
+        values = dict(state)
+        for name, value in state.items():
+            if isinstance(value, DTensor):
+                values[name] = locals_[name] = local_tensor(value)
+            elif isinstance(value, Tensor) and value.ndim:
+                return None
+        if any(each.shape != local.shape for each in locals_.values()):
+            return None
+        local.grad = locals_["grad"]
+        return cls(local, values)
+
+
+def _stand_ins(groups: list[dict[str, Any]], state: Any) -> dict[Tensor, _StandIn] | None:
+    """One for each of these parameters that has a gradient; None if one cannot have any."""
+    found = {}
+    for param in (p for group in groups for p in group["params"] if p.grad is not None):
+        stand_in = _StandIn.of(param, state.get(param) or {})
+        if stand_in is None:
+            return None
+        found[param] = stand_in
+    return found
 
 
 def _step_locals(
-    base: type[optim.Optimizer], groups: list[dict[str, Any]], attributes: dict[str, Any]
+    base: type[optim.Optimizer],
+    groups: list[dict[str, Any]],
+    attributes: dict[str, Any],
+    stand_ins: dict[Tensor, _StandIn],
 ) -> None:
     """The same step on the local tensors: DTensors find out anew for each operation what comes of
     their placements, which takes longer than to step a small parameter.
@@ -110,37 +141,22 @@ def _step_locals(
     What is decided by the type of a parameter is decided as for DTensors: none is stepped by
     foreach operations unless that was asked for.
     """
-    state: dict[Tensor, Any] = attributes["state"]
-    locals_: dict[Tensor, Tensor] = {}
     parts = []
     for group in groups:
-        own = []
-        for param in (p for p in group["params"] if p.grad is not None):
-            local = local_tensor(param).detach()
-            local.grad = local_tensor(param.grad)
-            locals_[param] = local
-            own.append(local)
+        own = [stand_ins[p].local for p in group["params"] if p in stand_ins]
         foreach = {"foreach": bool(group["foreach"])} if "foreach" in group else {}
         parts.append({**group, "params": own, **foreach})
-    before = {p: _locals_of(state[p]) for p in locals_ if p in state}
     found: dict[Tensor, Any] = defaultdict(dict)
-    found.update((locals_[p], dict(values)) for p, values in before.items())
+    found.update((each.local, dict(each.state)) for each in stand_ins.values() if each.state)
     _step(base, {**attributes, "param_groups": parts, "state": found})
-    for param, local in locals_.items():
-        known = before.get(param, {})
-        for name, value in found[local].items() if local in found else ():
-            if value is not known.get(name):
-                is_like = isinstance(value, Tensor) and value.shape == local.shape
-                state[param][name] = make_dtensor(value, param) if is_like else value
+    for param, each in stand_ins.items():
+        for name, value in found[each.local].items() if each.local in found else ():
+            if value is not each.state.get(name):
+                is_like = isinstance(value, Tensor) and value.shape == each.local.shape
+                own_value = make_dtensor(value, param) if is_like else value
+                attributes["state"][param][name] = own_value
     written = [p for group in groups if not _is_fused(group) for p in group["params"]]
-    torch.autograd.graph.increment_version(p for p in written if p in locals_)
-
-
-def _locals_of(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: local_tensor(value) if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
+    torch.autograd.graph.increment_version(p for p in written if p in stand_ins)
 
 
 def _is_fused(group: dict[str, Any]) -> bool:
