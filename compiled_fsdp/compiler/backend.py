@@ -25,6 +25,7 @@ from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.sequence import owner
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.tracing import is_profiling
+from compiled_fsdp.wire.captured import captured
 from compiled_fsdp.wire.ranges import title
 
 from .driver import run_half, run_joint
@@ -129,7 +130,7 @@ def without_inductor(
         partition_fn=_partition if step is None else partial(_partition_step, step),
         keep_inference_input_mutations=True,
     )
-    return compile_graph(gm, inputs, **options)
+    return _captured(step, compile_graph(gm, inputs, **options))
 
 
 @register_backend(name="compiled_fsdp")
@@ -143,10 +144,15 @@ def compiled_fsdp(gm: GraphModule, inputs: list[torch.Tensor], **options: Any) -
     install_passes()
     step = WholeStep.of(options)
     if step is not None:
-        del options["options"]
+        patches = options.pop("options").get("patches", {})
         step = step.of_inputs(gm)
         options["config_patches"] = {
+            **patches,
             "custom_partitioner_fn": StepPartitioner(step),
             "joint_custom_post_pass": joint_pass_of(step),
         }
-    return compile_fx(gm, inputs, **options)
+    return _captured(step, compile_fx(gm, inputs, **options))
+
+
+def _captured(step: WholeStep | None, run: Any) -> Any:
+    return captured(step.name, run) if step is not None and step.captures else run

@@ -89,6 +89,7 @@ class WholeStep:
     scaler_group: over which ranks agree on gradients that are inf or NaN, beside the groups that
         gradients are reduced over, and their number.
     max_ahead_bytes: of full parameters that are gathered for the next step.
+    captures: whether it is to be captured as a CUDA graph.
     matrices: that are updated whole, each at its owner.
     held_by: with a scaler and several optimizers, which of them holds each parameter.
     ignored: parameters that no unit has, by their place among the inputs of what Dynamo has
@@ -109,6 +110,7 @@ class WholeStep:
     unscales: bool = False
     scaler_group: tuple[str, int] = ("", 1)
     max_ahead_bytes: int = 0
+    captures: bool = False
     matrices: tuple[Matrix, ...] = ()
     held_by: tuple[tuple[Name, int], ...] = ()
     ignored: tuple[tuple[int, str, Axes], ...] = ()

@@ -11,6 +11,7 @@ from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
 from compiled_fsdp.torch_private.dynamo import uncompiled
 from compiled_fsdp.torch_private.groups import common_name
 
+from .captures import check_made, patches_of
 from .ignored import IgnoredParams
 from .optimizers import LOOP, Optimizers
 from .parts import check_ahead_bytes
@@ -45,6 +46,7 @@ def compile_step(
     scaler: GradScaler | None = None,
     schedule: LRScheduler | Sequence[LRScheduler] | None = None,
     backend: str = "compiled_fsdp",
+    mode: str | None = None,
     dynamic: bool | None = None,
 ) -> Step:
     """Compile a whole training step: `loss = step(*batch)` does what the ordinary loop does, with
@@ -105,6 +107,14 @@ def compile_step(
             that the scaler leaves out. Of several optimizers, a list of any number.
         backend: "compiled_fsdp" (Inductor with our passes), or "compiled_fsdp_eager" (our passes
             without Inductor).
+        mode: as for `torch.compile`: "default", "reduce-overhead", "max-autotune", or
+            "max-autotune-no-cudagraphs"; what it asks of Inductor, "compiled_fsdp" alone has. With
+            "reduce-overhead" and "max-autotune" the whole step is one CUDA graph, of either
+            backend: of each kind of batch (shapes) the first step is an ordinary one, the second is
+            captured, and replayed from then on. Loss and metrics are copies. Hyperparameters that
+            change should be tensors on the device (`lr=torch.tensor(1e-3, device="cuda")`), and
+            the optimizer built with `capturable=True`; after a change of numbers, of state dicts or
+            of what is trained, steps are captured anew. Nothing is gathered ahead then.
         dynamic: as for `torch.compile`.
 
     Returns:
@@ -117,7 +127,8 @@ def compile_step(
             the loss cannot be captured as one graph, or has gradients that no update takes.
         TypeError: the model has no sharded module, the optimizer is of another class, or a batch
             of several is none; from `step(...)`, `loss_fn` returns something else.
-        ValueError: an argument is out of its range, two optimizers hold a parameter, or none holds
+        ValueError: an argument is out of its range, an optimizer cannot be captured in a CUDA
+            graph (from `step(...)`, too), two optimizers hold a parameter, or none holds
             one that the model trains, or there are other than `accumulate` batches.
         RuntimeError: from `step(...)`: gradients of an earlier backward are still there, or hooks
             would not be called.
@@ -131,6 +142,7 @@ def compile_step(
         if not isinstance(value, bool):
             raise ValueError(f"compile_step: {name}={value!r}; should be True or False")
     check_ahead_bytes(max_ahead_bytes, "compile_step")
+    patches, captures = patches_of(mode, dynamic)
     optimizers = Optimizers.of(optimizer)
     _check_units(units, clip, is_scaled=scaler is not None)
     optimizers.check_made(units)
@@ -139,15 +151,20 @@ def compile_step(
     scaling = Scaling.of(scaler, optimizers.made, units, clips=clip is not None)
     if clip is not None or scaling is not None:
         ignored.refuse_plain()
+    if captures:
+        check_made(
+            str(mode), optimizers, schedules, scaler=scaling is not None, keep_grads=keep_grads
+        )
     wanted = {
         "clip": None if clip is None else float(clip),
         "batches": accumulate,
         "reduces_once": reduce_once and accumulate > 1,
         "max_ahead_bytes": max_ahead_bytes,
+        "captures": captures,
         **({} if scaling is None else scaling.wanted()),
         **({"meshes": _meshes_of(units)} if clip is not None or scaling is not None else {}),
     }
-    step = Step(model, units, optimizers, ignored, loss_fn, wanted, backend, dynamic)
+    step = Step(model, units, optimizers, ignored, loss_fn, wanted, backend, dynamic, mode, patches)
     step.runtime = states[0].runtime
     step.keeps_grads = keep_grads
     step.scaling, step.schedules = scaling, schedules

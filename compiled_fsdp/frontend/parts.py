@@ -176,10 +176,19 @@ def remembered(
         like = torch.nn.Parameter(torch.zeros(2, dtype=param.dtype, device=param.device))
         like.grad = torch.zeros_like(like)
         found: dict[Any, dict[str, Any]] = defaultdict(dict)
-        alone = [{**group, "params": [like]}]
-        _step(type(optimizer), {**optimizer.__dict__, "param_groups": alone, "state": found})
+        step_alone(optimizer, {**group, "params": [like]}, found)
         state = found[like]
     return tuple(sorted(name for name, each in state.items() if _is_like(each, like)))
+
+
+def step_alone(
+    optimizer: optim.Optimizer, group: dict[str, Any], state: dict[Any, Any], **given: object
+) -> None:
+    """The step of an optimizer of `ONE_BY_ONE` for this group, with this state instead of its own,
+    on a stand-in that has these attributes too.
+    """
+    attributes = {**optimizer.__dict__, "param_groups": [group], "state": state, **given}
+    _step(type(optimizer), attributes)
 
 
 def _is_like(value: object, param: Tensor) -> bool:

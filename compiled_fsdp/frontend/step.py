@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,10 @@ from compiled_fsdp.torch_private.dynamo import (
 )
 from compiled_fsdp.torch_private.modules import hooked_on_backward
 from compiled_fsdp.wire import copies
+from compiled_fsdp.wire.captured import each_run, on_device
 from compiled_fsdp.wire.ignored import Ignored
 
+from .captures import TOLD, Capturable, captures_of, check_ready
 from .hosted_states import HostedStates
 from .ignored import IgnoredParams
 from .matrices import Matrices
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
+    from compiled_fsdp.wire.captured import Captures
 
 _numbers = itertools.count()
 
@@ -68,10 +72,12 @@ class Step:
     runtime: of one of its units, which knows how many steps there were.
     scaling: of losses and gradients, if there is a scaler.
     schedules: stepped behind each step.
+    captures: of it as CUDA graphs, if there are any.
     """
 
     scaling: Scaling | None = None
     schedules: Sequence[LRScheduler] = ()
+    captures: Captures | None = None
 
     def __init__(
         self,
@@ -83,6 +89,8 @@ class Step:
         wanted: dict[str, Any],
         backend: str,
         dynamic: bool | None,
+        mode: str | None,
+        patches: dict[str, Any],
     ) -> None:
         self.name = f"step{next(_numbers)}"
         self.num_batches: int = wanted["batches"]
@@ -116,6 +124,14 @@ class Step:
 
         self._function = scaled if wanted.get("is_scaled") else plain
         self._options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": dynamic}
+        self._patches = patches
+        if wanted["captures"]:
+            assert mode is not None
+            self.captures = captures_of(mode, units, optimizers, self.name)
+        if self.captures is not None:
+            self._capturable = Capturable(self.captures.mode, self.captures.device)
+            wanted["max_ahead_bytes"] = 0  # a graph has what it gathers
+        wanted["captures"] = self.captures is not None
         self._wanted = {
             **wanted,
             "name": self.name,
@@ -156,7 +172,7 @@ class Step:
         self._run: Callable[..., Any] = torch.compile(
             own,
             **self._options,
-            options={"whole_step": dict(self._wanted)},  # type: ignore[dict-item]
+            options={"whole_step": dict(self._wanted), "patches": self._patches},  # type: ignore[dict-item]
         )
 
     def _note_compiled_often(self, times: int, why: str) -> None:
@@ -217,6 +233,8 @@ class Step:
             optimizer_steps.begun(optimizer)
         self._updated.clear()
         given = () if self.scaling is None else (self.scaling.begin(),)
+        if self.captures is not None:
+            self.captures.batch = {id(each) for each in tree_leaves((batch, more))}
         try:
             with torch.enable_grad():
                 found = self._run(*given, *batch, **more)
@@ -315,8 +333,12 @@ class Step:
             )
         params = self._held()
         self.optimizers.check_ready()
+        if self.captures is not None:
+            self._capturable.check(self.optimizers)
         follow_user_below(self._code)
         self._ignored.check(self._units, params)
+        if self.captures is not None:
+            check_ready(self.captures.mode, self._units, self._ignored.found)
         if self._signature() != self._planned_for:
             self._plan()
         kept, self._kept = self._kept, {}
@@ -356,7 +378,8 @@ class Step:
         drop = self._take(flat, flat_grad, params, told)
         try:
             held = {id(each) for param in params for each in param.held_as}
-            self.optimizers.step_part(held, told)
+            with on_device():
+                self.optimizers.step_part(held, told)
         finally:
             drop()
 
@@ -378,7 +401,7 @@ class Step:
     def _told(self, found_inf: Tensor | None) -> Told:
         """Which optimizers leave their updates out; what the others have to know of the scale."""
         if self.scaling is None or found_inf is None:
-            return [{}] * len(self.optimizers.made)
+            return [{} if self.captures is None else TOLD] * len(self.optimizers.made)
         return self.scaling.told(found_inf)
 
     def _note_writing(self, told: Told) -> None:
@@ -388,6 +411,15 @@ class Step:
                 if given is not None:
                     optimizer_steps.writing(optimizer)
 
+    def _note_update(self, flat: FlatBuffer, told: Told) -> None:
+        """A buffer is updated next."""
+        flat.settle()
+        self._note_writing(told)
+        flat.drop_ahead()  # what another step has gathered, and this one has not used
+        self._updated[flat] = None
+        if self.captures is not None:
+            flat.count_write()
+
     def _take(
         self,
         flat: FlatBuffer,
@@ -396,13 +428,10 @@ class Step:
         told: Told,
     ) -> Callable[[], None]:
         """Let these have their gradients until what is returned is called."""
-        flat.settle()
-        self._note_writing(told)
+        each_run(partial(_weakly(self._note_update), flat, told))
         if self.keeps_grads:
             flat_grad = flat_grad.clone()  # the graph's own is used for something else
-        flat.drop_ahead()  # what another step has gathered, and this one has not used
         flat.show_grad(flat_grad, params)
-        self._updated[flat] = None
 
         def drop() -> None:
             held = [each for param in params for each in param.held_as]

@@ -196,6 +196,8 @@ class Traits:
         "program" (it is part of what the user's program means), or "notes" (of our own).
     marks: whether its third argument names parameters whose gradients are complete.
     is_on_host: whether each run does something on the host, so that no CUDA graph may replay it.
+    is_replayed: whether that of a whole step may all the same ("each" in the table): the kernel
+        hands the host's part to `each_run` (`wire/captured.py`).
     """
 
     spec_at: int
@@ -208,6 +210,7 @@ class Traits:
     effect: str
     marks: bool
     is_on_host: bool
+    is_replayed: bool = False
 
     @property
     def is_collective(self) -> bool:
@@ -217,8 +220,9 @@ class Traits:
 
 def _row(text: str) -> Traits:
     spec_at, *words = text.split()
-    values: list[Any] = [{"-": "", "yes": True, "no": False}.get(word, word) for word in words]
-    return Traits(int(spec_at), *values)
+    known = {"-": "", "yes": True, "each": True, "no": False}
+    values: list[Any] = [known.get(word, word) for word in words]
+    return Traits(int(spec_at), *values, *[words[-1] == "each"])
 
 
 # fmt: off
@@ -228,7 +232,7 @@ OURS = {
     "reduce_grad":            "2  reduce -              kernel    -      no  no  -       no  yes",
     "keep_slice":             "1  -      -              kernel    -      no  no  -       no  no",
     "unshard_slice":          "1  gather -              kernel    -      no  no  -       no  no",
-    "mark_grads_":            "0  -      -              none      -      no  no  program yes yes",
+    "mark_grads_":            "0  -      -              none      -      no  no  program yes each",
     "retain_":                "0  -      -              kernel    -      no  no  program no  yes",
     "add_retained_":          "0  -      -              kernel    -      no  no  program no  yes",
     "all_reduce_hook":        "0  -      -              kernel    -      no  no  -       no  yes",
@@ -236,7 +240,7 @@ OURS = {
     "custom_reduce_scatter":  "0  -      reduce_scatter bandwidth -      no  no  -       no  yes",
     "reduce_later_":          "4  -      -              kernel    unit   no  no  program yes yes",
     "step_":                  "0  -      -              none      -      no  no  program yes yes",
-    "update_":                "0  -      -              kernel    -      no  no  program no  yes",
+    "update_":                "0  -      -              kernel    -      no  no  program no  each",
     "fetch_state":            "0  -      copy           none      -      no  no  -       no  yes",
     "store_state":            "0  -      copy           none      -      no  no  -       no  yes",
     "momentum_":              "0  -      -              kernel    -      no  no  program no  yes",
@@ -244,7 +248,7 @@ OURS = {
     "orthogonalize":          "0  -      -              kernel    -      no  no  -       no  yes",
     "from_owners":            "0  -      all_to_all     exchange  -      no  no  -       no  no",
     "update_matrices_":       "0  -      -              kernel    -      no  no  program no  yes",
-    "shard_norms":            "0  -      -              kernel    -      no  no  -       no  yes",
+    "shard_norms":            "0  -      -              kernel    -      no  no  -       no  each",
     "gather_ahead":           "0  -      gather         bandwidth -      yes no  -       no  yes",
     "gather_next":            "0  -      -              none      -      no  no  notes   no  yes",
     "flatten_grad":           "0  -      -              kernel    -      no  no  -       no  no",
@@ -252,7 +256,7 @@ OURS = {
     "all_gather":             "0  -      gather         bandwidth -      yes no  -       no  no",
     "all_to_all":             "0  -      all_to_all     exchange  -      yes no  -       no  no",
     "all_reduce":             "0  -      all_reduce     bandwidth -      no  no  -       no  no",
-    "agree":                  "0  -      -              none      -      no  no  notes   no  yes",
+    "agree":                  "0  -      -              none      -      no  no  notes   no  each",
     "watch_heads":            "0  -      -              none      -      no  no  notes   no  yes",
     "copy_to":                "0  -      -              kernel    -      no  no  -       no  yes",
     "start_copy":             "0  -      copy           none      -      no  no  -       no  yes",

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.ir import schema, transfers
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.torch_private.autograd import accumulates, backward_number, current_run
-from compiled_fsdp.torch_private.dtensors import make_dtensor
+from compiled_fsdp.torch_private.dtensors import local_tensor, make_dtensor
 from compiled_fsdp.torch_private.dynamo import untraced
+from compiled_fsdp.wire.captured import each_run
 from compiled_fsdp.wire.checks import checksums, parts_of
 from compiled_fsdp.wire.deferred import Deferred
 from compiled_fsdp.wire.kernels import Piece, set_owner
@@ -227,9 +228,7 @@ class FlatBuffer:
         state: Tensor | None,
     ) -> None:
         """See `kernels.Owner`."""
-        self._say_if_written()
-        self.forget_read()
-        self.marked.pop(backward_number(), None)  # no leaf takes these: they end here
+        each_run(self._note_update)
         params = _trained(p for p in self.params if p.layout.offset in offsets)
         with torch.inference_mode(mode=False), torch.no_grad():
             if step == schema.BACKWARD:
@@ -240,6 +239,11 @@ class FlatBuffer:
             else:
                 with self.unit.on_states[step].lent(self, offsets, state):
                     self.unit.on_update[step](self, flat_grad, params, found_inf)
+
+    def _note_update(self) -> None:
+        self._say_if_written()
+        self.forget_read()
+        self.marked.pop(backward_number(), None)  # no leaf takes these: they end here
 
     def fetch_state(
         self, offsets: Sequence[int], step: str, numel: int
@@ -439,6 +443,12 @@ class FlatBuffer:
         """
         both = (tensor for p in self.params for tensor in (p.sharded, _local(p.sharded)))
         return self.data.data_ptr(), self.data._version, *(tensor._version for tensor in both)
+
+    def count_write(self) -> None:
+        """Let all versions be others: something writes that torch does not see."""
+        held: list[Tensor] = [each for p in self.params for each in (p.sharded, *p.held_as)]
+        locals_ = (local_tensor(each) for each in held)
+        torch.autograd.graph.increment_version([self.data, *held, *locals_])
 
     def forget_read(self) -> None:
         """Another forward begins, or parameters change as they are to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ from . import (  # noqa: F401
     tensor_ops,
     unused_outputs,
 )
+from .captured import each_run
 from .ignored import taken_of
 from .kernels import Piece, fake, kernel, owner_of, reached
 from .runs import note_run
@@ -210,7 +212,7 @@ def _unshard_slice_fake(kept: Tensor, *args: object) -> Tensor:
 @kernel("mark_grads_")
 def _mark_grads(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
     if owner := reached(flat, "mark_grads_"):
-        owner.mark(offsets)
+        each_run(partial(owner.mark, tuple(offsets)))
 
 
 @kernel("retain_")
@@ -323,6 +325,10 @@ def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") ->
     """The token is there for compilers: an op that writes to something is neither dropped nor moved
     past its like.
     """
+    each_run(partial(_begin, text, groups, record))
+
+
+def _begin(text: str, groups: Sequence[str], record: str) -> None:
     agreement.before_run(text, [name for name in groups if not comm.is_own_group(name)])
     own_groups.make(groups)
     note_run(record)
