@@ -144,6 +144,8 @@ def compare_models() -> None:
     compare(Options("conv", steps=STEPS), "sgd")  # with buffers that a step writes to
     compare(Options("odd", steps=STEPS, reshard=True, max_norm=0.05), "adam", count=2)
     compare(Options("odd", steps=STEPS), "adamw_fused", count=2, reduce_once=True)
+    with planned(gather_quantized=torch.int8, reduce_quantized=torch.int8):
+        compare(Options("odd", steps=STEPS), "adamw")
 
 
 def test_models(two: Pool) -> None:
