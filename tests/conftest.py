@@ -4,6 +4,7 @@ communication.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -54,6 +55,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--all"):
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in gone])
         items[:] = [item for item in items if item.nodeid not in gone]
+
+
+def pytest_collection_finish() -> None:
+    """Have Python look for garbage as rarely as in `pool.py`, and not among what is imported."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(autouse=True)

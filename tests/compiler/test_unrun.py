@@ -4,8 +4,9 @@ own passes fuse has no memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from kit.graphs import captured, uncached
@@ -15,9 +16,6 @@ from torch import nn
 from compiled_fsdp import fully_shard
 from compiled_fsdp.compiler import inductor, unrun
 from compiled_fsdp.planning.memory import profile_step
-
-if TYPE_CHECKING:
-    from kit.pool import Pool
 
 VOCAB, WIDTH, TOKENS = 2048, 16, 64
 
@@ -46,14 +44,12 @@ def peak_of(where: Any) -> int:
     return profile_step(forward, backward, is_fused=True).peak
 
 
-def both_peaks() -> tuple[int, int]:
+@pytest.mark.timeout(SLOW)
+@pytest.mark.usefixtures("fake_world")
+def test_the_peak_is_that_of_what_inductor_compiles() -> None:
     with unrun.unrun():
         ours = peak_of(unrun)
     with uncached():
-        return ours, peak_of(inductor)
-
-
-def test_the_peak_is_that_of_what_inductor_compiles(two: Pool) -> None:
-    (ours, inductors), _ = two.run(both_peaks, timeout=SLOW)
+        inductors = peak_of(inductor)
     assert abs(ours / inductors - 1) < 0.01, (ours, inductors)
     assert inductors < 3 * 4 * VOCAB * TOKENS, "no more than two tensors of logits"

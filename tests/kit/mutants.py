@@ -14,7 +14,6 @@ import argparse
 import itertools
 import random
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -324,7 +323,7 @@ class Mutant:
     rule: str | None
 
 
-def harm_of(subject: Subject, good: tuple[Any, Counter[str]], graph: Graph) -> str:
+def harm_of(subject: Subject, graph: Graph) -> str:
     """What the mutant does differently, by execution."""
     try:
         results, moved = subject.execute(graph)
@@ -332,14 +331,13 @@ def harm_of(subject: Subject, good: tuple[Any, Counter[str]], graph: Graph) -> s
         return "hangs"
     except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
         return f"fails: {type(error).__name__}"
-    if not is_same(results, good[0]):
+    expected, moved_by_correct = subject.executed
+    if not is_same(results, expected):
         return "other results"
-    return "communicates otherwise" if moved != good[1] else ""
+    return "communicates otherwise" if moved != moved_by_correct else ""
 
 
-def trial(
-    subject: Subject, good: tuple[Any, Counter[str]], mutation: Callable[..., None], seed: int
-) -> Mutant | None:
+def trial(subject: Subject, mutation: Callable[..., None], seed: int) -> Mutant | None:
     """One mutant; None where the mutation does not apply, or gives no graph at all."""
     graphs: list[Graph] = []
 
@@ -356,7 +354,8 @@ def trial(
         if not graphs:
             return None
         raise
-    return Mutant(mutation.__name__, subject.name, seed, harm_of(subject, good, graphs[0]), rule)
+    harm = harm_of(subject, graphs[0])
+    return Mutant(mutation.__name__, subject.name, seed, harm, rule)
 
 
 def trials(count: int, seed: int = 0) -> list[Mutant]:
@@ -364,15 +363,14 @@ def trials(count: int, seed: int = 0) -> list[Mutant]:
     done.
     """
     found: list[Mutant] = []
-    everything = [(s, s.execute(s.compiled().graph)) for s in subjects()]
     numbers = iter(range(seed, sys.maxsize))
     hopeless: set[tuple[str, str]] = set()  # a graph is copied for each try
     while len(found) < count:
         for mutation in MUTATIONS:
             number = next(numbers)
-            for subject, good in random.Random(number).sample(everything, len(everything)):
+            for subject in random.Random(number).sample(subjects(), len(subjects())):
                 pair = mutation.__name__, subject.name
-                mutant = None if pair in hopeless else trial(subject, good, mutation, number)
+                mutant = None if pair in hopeless else trial(subject, mutation, number)
                 if mutant is not None:
                     found.append(mutant)
                     break

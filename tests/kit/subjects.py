@@ -77,6 +77,11 @@ class Subject:
         )
         return gm, kept[-1]
 
+    @cached_property
+    def executed(self) -> tuple[Any, Counter[str]]:
+        """What the correct graph gives every rank, and communicates."""
+        return self.execute(self.compiled().graph)
+
     def caught(self, change: Callable[[GraphModule, Plan], GraphModule]) -> str | None:
         """The rule that the changed graph breaks, if `verify` sees one."""
 

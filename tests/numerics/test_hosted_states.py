@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from kit.harness import SLOW, local
 from kit.offload import beside_host
 from kit.overlap import OPTIMIZERS, with_groups
+from kit.written_out import WrittenOut
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -133,7 +134,9 @@ def hosted(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class Run:
-    """A model, its step, and what came of it."""
+    """A model, its step, and what came of it; without a backend, the step is the loop that it
+    stands for.
+    """
 
     def __init__(
         self,
@@ -143,12 +146,19 @@ class Run:
         backend: str = EAGER,
         **step: Any,
     ) -> None:
-        self.plan, self.losses = plan, list[Tensor]()
+        self.plan, self.losses, self.backend = plan, list[Tensor](), backend
         self.model = model_of(kind)
         made = optimizer([*self.model.parameters()])
         self.optimizers = made if isinstance(made, list) else [made]
-        self.step = compile_step(self.model, made, loss_fn, backend=backend, **step)
-        self.count = self.step.num_batches
+        self.step = self.made(**step)
+        self.count = step.get("accumulate", 1)
+
+    def made(self, **step: Any) -> Callable[..., Tensor]:
+        """A step of these optimizers."""
+        made: Any = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
+        if not self.backend:
+            return WrittenOut(self.model, made, loss_fn, syncs=True, **step)
+        return compile_step(self.model, made, loss_fn, backend=self.backend, **step)
 
     def train(self, steps: int = 3, first: int = 0) -> Run:
         with planned(**self.plan):
@@ -185,17 +195,15 @@ def as_without(
     script: Callable[[Run], Any] = Run.train,
     **given: Any,
 ) -> tuple[int, int, int]:
-    """The same with all that may be there on the host as without; how many units' states are, how
-    many copies were begun, and were under way at once.
+    """The same with all that may be there on the host as in the ordinary loop; how many units'
+    states are, how many copies were begun, and were under way at once.
     """
-    with beside_host() as none:
-        expected = Run(without, optimizer, **given)
-        script(expected)
+    expected = Run(without, optimizer, backend="", **given)
+    script(expected)
     wanted = expected.values()
     with beside_host() as copies:
         run = Run(plan, optimizer, **given)
         script(run)
-    assert none.num_begun == 0
     check_same(run.values(), wanted)
     return len(hosted(run.model)), copies.num_begun, copies.most_under_way
 
@@ -239,9 +247,10 @@ def scaled() -> None:
     """A step that an inf leaves out, the first one, leaves no state."""
     found = []
     for plan in (LEAST, HOSTED):
-        with beside_host():
+        with beside_host() as copies:
             made = torch.amp.GradScaler("cpu", init_scale=float(2**127), growth_interval=2)
             run = Run(plan, scaler=made).train(4)
+            assert bool(copies.num_begun) == (plan is HOSTED)
             assert len(hosted(run.model)) == (LAYERS if plan is HOSTED else 0)
             found.append(run.values())
     check_same(found[1], found[0])
@@ -337,7 +346,8 @@ def test_inductor(two: Pool) -> None:
 # -- how much
 
 
-def peaks() -> None:
+@pytest.mark.usefixtures("fake_world")
+def test_peaks() -> None:
     """With the state in it, the peak is lower by what is on the host; a budget in between has some
     there, and a host's budget bounds it.
     """
@@ -362,10 +372,6 @@ def peaks() -> None:
     assert found[0.0][1] <= found[0.4][1] <= found[0.9][1] <= found[1.0][1]
 
 
-def test_peaks(two: Pool) -> None:
-    two.run(peaks)
-
-
 def chosen() -> list[list[Any]]:
     with beside_host():
         run = Run({**HOSTED, "memory_budget": 0.5}).train(1)
@@ -383,7 +389,7 @@ def test_all_ranks_choose_the_same(two: Pool) -> None:
 def saved(folder: str) -> None:
     """Through a checkpoint, into another model, and on."""
     with beside_host():
-        whole = Run(HOSTED).train(4)
+        whole = Run(LEAST, backend="").train(4)
         run = Run(HOSTED).train(2)
         state = get_optimizer_state_dict(run.model, run.optimizers[0])
         assert any(is_at_rest(v._local_tensor) for v in _tensors(state))
@@ -413,7 +419,7 @@ def test_checkpoint(two: Pool, tmp_path: Path) -> None:
 def loaded() -> None:
     """State of a run without, by `load_state_dict`: on the device until the next step."""
     with beside_host():
-        whole = Run(LEAST).train(4)
+        whole = Run(LEAST, backend="").train(4)
         run = Run(LEAST).train(2)
         state = run.optimizers[0].state_dict()
         values = [p.detach().clone() for p in run.model.parameters()]
@@ -459,17 +465,11 @@ def frozen(run: Run) -> None:
 def two_steps(run: Run) -> None:
     """Another compiled step of the same optimizer, that clips, and one without the option."""
     run.train(2)
-    first, run.step = (
-        run.step,
-        compile_step(run.model, run.optimizers[0], loss_fn, clip=0.1, backend=EAGER),
-    )
+    first, run.step = run.step, run.made(clip=0.1)
     run.train(2, first=2)
     run.step = first
     run.train(1, first=4)
-    run.plan, run.step = (
-        LEAST,
-        compile_step(run.model, run.optimizers[0], loss_fn, clip=0.2, backend=EAGER),
-    )
+    run.plan, run.step = LEAST, run.made(clip=0.2)
     run.train(1, first=5)
     assert at_rest(*run.optimizers) == 0
 
@@ -527,8 +527,9 @@ def said(kind: str, plan: dict[str, Any], plays_device: bool) -> tuple[str, list
     return text, warned, at_rest(*run.optimizers)
 
 
-def test_explain(two: Pool) -> None:
-    (text, warned, _), _ = two.run(said, "", HOSTED, True)
+@pytest.mark.usefixtures("fake_world")
+def test_explain() -> None:
+    text, warned, _ = said("", HOSTED, True)
     (line,) = (line for line in text.splitlines() if "on the host between updates" in line)
     assert f"budget: {LAYERS} optimizer states on the host between updates" in line
     assert "costs" in line
@@ -537,15 +538,17 @@ def test_explain(two: Pool) -> None:
     assert not warned
 
 
-def test_on_a_cpu(two: Pool) -> None:
-    (_, (warned,), num), _ = two.run(said, "", HOSTED, False)
+@pytest.mark.usefixtures("fake_world")
+def test_on_a_cpu() -> None:
+    _, (warned,), num = said("", HOSTED, False)
     assert "host and device are the same memory, so that no optimizer state is copied" in warned
     assert num == 0
 
 
-def test_the_wrapper(two: Pool) -> None:
+@pytest.mark.usefixtures("fake_world")
+def test_the_wrapper() -> None:
     """FSDP1's parts of parameters stay, which is said."""
-    (_, (warned,), num), _ = two.run(said, "fsdp1", HOSTED, True)
+    _, (warned,), num = said("fsdp1", HOSTED, True)
     assert "FullyShardedDataParallel's parameters are parts" in warned
     assert num == 0
 
@@ -565,7 +568,8 @@ def without_its_optimizer() -> list[str]:
     return [str(w.message) for w in caught if "optimizer_state" in str(w.message)]
 
 
-def test_a_loop(two: Pool) -> None:
+@pytest.mark.usefixtures("fake_world")
+def test_a_loop() -> None:
     """Its optimizer's step is no graph."""
-    (warned,), _ = two.run(without_its_optimizer)
+    (warned,) = without_its_optimizer()
     assert "Write step = compile_step(model, optimizer, loss_fn)" in warned

@@ -173,7 +173,7 @@ def test_random_models(request: pytest.FixtureRequest, first: int) -> None:
     pool.run(check, first, min(CHUNK, NUM_MODELS - first), timeout=600.0)
 
 
-@pytest.mark.parametrize("first", range(0, NUM_MODELS, 2 * CHUNK))
+@pytest.mark.parametrize("first", range(0, NUM_MODELS, CHUNK))
 def test_with_regions(two: Pool, first: int) -> None:
-    called, _ = two.run(check_regions, first, min(2 * CHUNK, NUM_MODELS - first), timeout=600.0)
+    called, _ = two.run(check_regions, first, min(CHUNK, NUM_MODELS - first), timeout=600.0)
     assert called > 0

@@ -33,7 +33,8 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from kit.harness import local, mean_over_ranks, mesh_of
 from kit.pool import begin, forget
-from programs.given import Scaled, WrittenOut, disabled, raise_error, save_products
+from kit.written_out import WrittenOut
+from programs.given import Scaled, disabled, raise_error, save_products
 from programs.planted import planted
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop

@@ -41,7 +41,7 @@ def test_correct_graphs_pass_and_execute() -> None:
     """So that "caught" means something: nothing is caught in them, and every rank gets a result."""
     for subject in subjects():
         assert subject.caught(lambda gm, plan: gm) is None, subject.name
-        results, moved = subject.execute(subject.compiled().graph)
+        results, moved = subject.executed
         assert len(results) == subject.world
         assert moved or subject.name.startswith("flat whole forward"), (
             "under NO_SHARD forward has nothing to gather"

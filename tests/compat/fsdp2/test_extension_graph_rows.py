@@ -293,9 +293,9 @@ def test_replicated(four: Pool) -> None:
 
 
 @rows("4c.1")
-def test_inductor(two: Pool) -> None:
-    two.run(inductor_same, as_it_is)
-    two.run(inductor_same, codes)
+@pytest.mark.parametrize("observe", [as_it_is, codes], ids=lambda f: f.__name__)
+def test_inductor(two: Pool, observe: Any) -> None:
+    two.run(inductor_same, observe)
 
 
 PLANS: dict[str, dict[str, Any]] = {
