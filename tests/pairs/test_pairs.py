@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NUM_PROGRAMS, CHUNK = 4, 2
 # What was at fault, smallest first.
-MENDED: tuple[tuple[str, ...], ...] = ()
+MENDED: tuple[tuple[str, ...], ...] = (("state_dict", "states"),)
 
 
 def programs() -> list[frozenset[str]]:
