@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 NUM_PROGRAMS, CHUNK = 4, 2
 # What was at fault, smallest first.
-MENDED: tuple[tuple[str, ...], ...] = (("state_dict", "states"),)
+MENDED = (
+    ("checkpointed", "stay_gathered"),
+    ("state_dict", "states"),
+)
 
 
 def programs() -> list[frozenset[str]]:
