@@ -35,7 +35,12 @@ PASSES = [path for path in FILES if path.parent.name == "passes"]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 FOLDERS = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
 # The folders of tests/ from which test files import, and what of it these import themselves.
-SHARED = {"kit": {"kit"}, "programs": {"kit", "programs"}, "jobs": {"kit", "jobs"}}
+SHARED = {
+    "kit": {"kit"},
+    "programs": {"kit", "programs"},
+    "pairs": {"kit", "pairs"},
+    "jobs": {"kit", "jobs"},
+}
 # Of what users read: what it imports, and what it says of the package by name.
 IMPORTED = re.compile(r"^from (compiled_fsdp(?:\.\w+)*) import ([\w, ]+)", re.MULTILINE)
 NAMED = re.compile(r"`compiled_fsdp\.(\w+(?:\.\w+)*)\b(?!/)")

@@ -16,6 +16,7 @@ import torch
 from compiled_fsdp.compiler.unrun import unrun
 from compiled_fsdp.dump.graph_record import GraphRecord
 from compiled_fsdp.eager.optimizer_steps import watched
+from compiled_fsdp.planning.lifetimes import STATE
 from compiled_fsdp.planning.plan import forced
 from compiled_fsdp.wire.runs import all_runs
 
@@ -193,7 +194,9 @@ def _summed(
         return sum(p[what] * n for p, n in found if p is not None)
 
     memory = steps.memory()
-    memory.by_kind = max((record for record, _ in ran), key=lambda r: r.peak).peak_kinds
+    largest = max((record for record, _ in ran), key=lambda r: r.peak)
+    memory.by_kind = largest.peak_kinds
+    in_graph, on_host = _states(largest)
     # reads parameters, states and gradients, and writes the first two
     moved = 2 * (memory.parameters + memory.optimizer) + memory.parameters
     # in the graph of a whole step, it is a part of that
@@ -219,10 +222,33 @@ def _summed(
         flops=flops[1] - flops[0],
         peak_flops=options.peak_flops or max(machine.flops.values()),
         memory=memory,
-        peak=memory.parameters + memory.optimizer + max(record.peak for record, _ in ran),
+        peak=memory.parameters + max(memory.optimizer - in_graph, 0) + largest.peak,
         tokens=options.tokens,
-        notes=_outside(world.carried[steps.ends[0][1] : steps.ends[1][1]]),
+        notes=[
+            *_on_host(on_host),
+            *_outside(world.carried[steps.ends[0][1] : steps.ends[1][1]]),
+        ],
     )
+
+
+def _states(record: GraphRecord) -> tuple[int, int]:
+    """Bytes of the optimizer state that a graph's own peak counts (`Plan.optimizer_state`), which
+    is on the device or comes there, and of what of it rests on the host.
+    """
+    choices = [choice for choice in record.choices if choice["what"] == "state"]
+    if not choices:  # all stays on the device, if it counts any
+        return record.peak_kinds.get(STATE, 0), 0
+    on_host = sum(choice["num_bytes"] for choice in choices if not choice["is_kept"])
+    return sum(choice["num_bytes"] for choice in choices), on_host
+
+
+def _on_host(num_bytes: int) -> list[str]:
+    if not num_bytes:
+        return []
+    return [
+        f"of the states of optimizers, {num_bytes / 1e6:.2f} MB rest on the host between updates; "
+        "the peak counts what is on the device"
+    ]
 
 
 def _outside(carried: list[Carried]) -> list[str]:

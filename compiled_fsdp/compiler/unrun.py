@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from compiled_fsdp.ir.expected import hint
 from compiled_fsdp.ir.graph import is_matmul
-from compiled_fsdp.ir.schema import FREE, GATHER_NEXT, traits_of
+from compiled_fsdp.ir.schema import FREE, GATHER_NEXT, UPDATE, traits_of
 from compiled_fsdp.ir.subgraphs import with_inside
 from compiled_fsdp.planning.costs import flops
 from compiled_fsdp.planning.plan import current_plan
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
 LARGE = 1 << 22  # elements of a tensor from which on it stays as memory is
+STATE_AT = 7  # of the arguments of `update_`, the state that was fetched for it
 BACKENDS = ("inductor", "compiled_fsdp", "compiled_fsdp_eager")
 
 
@@ -120,6 +121,11 @@ class _Unrun(Interpreter):
         if n.op not in ("call_function", "call_module") or n.target is operator.getitem or effect:
             return super().run_node(n)
         return tree_map(_like, n.meta.get("val"))
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it; an update without the state that would have been fetched: here is one memory."""
+        is_fetched = target is UPDATE and len(args) > STATE_AT
+        return super().call_function(target, args[:STATE_AT] if is_fetched else args, kwargs)
 
 
 def _like(value: Any) -> Any:

@@ -241,9 +241,10 @@ class Runtime(FullParams):
         """An exception left a forward of the unit; not the one by which activation checkpointing
         ends a recomputation early.
         """
+        self.is_in_forward = False
         if in_backward():
             return
-        self.is_in_forward, self.watched = False, ()
+        self.watched = ()
         for runtime in (*self.lenders, self):
             runtime.close()
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.ir.collectives import HOST
 from compiled_fsdp.planning.plan import current_plan
-from compiled_fsdp.torch_private.dtensors import local_tensor, make_dtensor
+from compiled_fsdp.torch_private.dtensors import local_tensor, make_dtensor, starting_at_zero
 from compiled_fsdp.wire import copies
 
 from .parts import ONE_BY_ONE, remembered
@@ -81,7 +81,7 @@ class Rest:
         self.buffer = copies.pinned(torch.zeros(numel, dtype=dtype, device="cpu"))
         self.views = [place.view(self.buffer, self.rank) for place in places]
         self.values = [
-            make_dtensor(view, place.param.sharded)
+            starting_at_zero(make_dtensor(view, place.param.sharded))
             for place, view in zip(self.places, self.views, strict=True)
         ]
         for view in self.views:

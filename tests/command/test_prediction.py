@@ -154,6 +154,35 @@ def test_activations_on_the_host(
         assert messages == pytest.approx(round(messages))
 
 
+def test_optimizer_state_on_the_host(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The peak counts each byte of state once, and none that rests on the host."""
+    text = Path(script).read_text().replace("LAYERS, BATCH = 64, 3, 8", "LAYERS, BATCH = 512, 6, 8")
+    head, _, _ = text.partition("call = ")
+    Path(script).write_text(
+        head
+        + "from compiled_fsdp import compile_step\n"
+        + "optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)\n"
+        + "step = compile_step(model, optimizer, lambda model, x: model(x).sum())\n"
+        + "while True:\n    step(torch.ones(BATCH, WIDTH))\n"
+    )
+    found = {}
+    for budget in ("1.0", "0.0"):
+        for state in ("", ",optimizer_state=budget"):
+            torch._dynamo.reset()
+            plan = f"memory_budget={budget}{state}"
+            found[budget, bool(state)] = _predicted(script, tmp_path, "--plan", plan)
+            said = "rest on the host between updates" in capsys.readouterr().out
+            assert said == (budget == "0.0" and bool(state))
+    size = found["0.0", True]["memory"]["optimizer"]
+    assert size == found["0.0", False]["memory"]["optimizer"]
+    assert found["1.0", True]["peak"] == pytest.approx(found["1.0", False]["peak"], rel=1e-3)
+    least = found["0.0", False]["peak"]
+    assert least - size <= found["0.0", True]["peak"] <= least - size / 3
+    assert found["0.0", True]["to_host_s"] > 0 == found["0.0", False]["to_host_s"]
+
+
 def test_half_the_efficiency_is_twice_the_time(script: str, tmp_path: Path) -> None:
     options = ("--latency", "0")
     whole = _predicted(script, tmp_path, *options)

@@ -406,6 +406,7 @@ VARIANTS = {
         "numerics/test_inductor.py::test_gpt"
     ),
     "numerics/test_gather_next.py::test_two_optimizers": "::test_scripts",
+    "pairs/test_pairs.py::test_programs[2]": "[0]",
     "programs/test_programs.py::test_random_routed_programs[3]": "[0]",
     "programs/test_programs.py::test_random_steps[1]": "[0]",
     "programs/test_programs.py::test_random_programs_of_which_one_rank_has_no_graph[14]": "[1]",
