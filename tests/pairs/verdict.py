@@ -47,7 +47,7 @@ EAGERLY = re.compile(r"runs eagerly|run eagerly|has broken|graph break")
 class Verdict:
     """word: "equal", "refused" or "fault".
     text: the refusal, or what is wrong.
-    unused: options that `explain` says changed nothing.
+    unused: options that `explain` says changed nothing for any unit.
     is_raised: training ended in an exception that is no refusal.
     """
 
@@ -91,8 +91,7 @@ def judged(names: tuple[str, ...], folder: str) -> Verdict:
             found = f"without a graph: {_of_error(error, [])}"
             return Verdict("fault", found, is_raised=True)
     unsharded = trained(setting, "unsharded", folder)
-    # Two forwards of one backward are reduced one by one in graphs, and together without.
-    is_close = setting.backend == "inductor" or setting.micro == "two_forwards"
+    is_close = setting.backend == "inductor" or _reduces_each(setting)
     rtol, atol = CLOSE if is_close else (0.0, 0.0)
     given = tolerance(setting) or (float("inf"), float("inf"))
     wrong = {
@@ -107,7 +106,16 @@ def judged(names: tuple[str, ...], folder: str) -> Verdict:
             "fault", "; ".join(f"{name}: {text}" for name, text in wrong.items() if text)
         )
     options = ours.explained.options
-    return Verdict("equal", unused=tuple(sorted({o.name for o in options if o.unused})))
+    unused = {o.name for o in options if o.unused} - {o.name for o in options if o.consumers}
+    return Verdict("equal", unused=tuple(sorted(unused)))
+
+
+def _reduces_each(setting: Setting) -> bool:
+    """Whether two forwards of one backward are two calls of a graph, each of which reduces its
+    gradients; without a graph, as in stock, and in one around both, they are added first.
+    """
+    is_one = setting.loop == "compile_step" or setting.compiles == "function"
+    return setting.micro == "two_forwards" and bool(setting.backend) and not is_one
 
 
 def _strange(run: Run, said: list[str]) -> str:

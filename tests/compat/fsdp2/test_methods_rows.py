@@ -829,6 +829,7 @@ def inference_mode_first(api: Api) -> None:
 def test_several_forwards(two: Pool) -> None:
     two.run(eager_same, several_forwards)
     two.run(compiled_close, several_forwards)
+    two.run(same, several_forwards_of_a_function)
 
 
 def compiled_close(observe: Any) -> None:
@@ -842,6 +843,17 @@ def several_forwards(api: Api) -> Any:
     outs = [call(batch(step=step)) for step in range(3)]
     sum(out.square().mean() for out in outs).backward()
     return plain(grads(model)), is_sharded(model), train_step(call, 3), grads(model)
+
+
+def several_forwards_of_a_function(api: Api) -> Any:
+    """One graph has all of them, and sums before it reduces."""
+    model = api.units(net(), "0", "2")
+    call = api.compile(lambda *batches: sum(model(x).square().mean() for x in batches))
+    losses = []
+    for step in range(2):
+        losses.append(call(*(batch(step=3 * step + n) for n in range(3))))
+        losses[-1].backward()
+    return losses, is_sharded(model), grads(model)
 
 
 @rows("15.5")
