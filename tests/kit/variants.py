@@ -406,7 +406,38 @@ VARIANTS = {
         "numerics/test_inductor.py::test_gpt"
     ),
     "numerics/test_gather_next.py::test_two_optimizers": "::test_scripts",
-    "pairs/test_pairs.py::test_programs[2]": "[0]",
+    **{f"pairs/test_pairs.py::test_programs[{number}]": "[0]" for number in (1, 2, 3)},
+    # The same sentence, of another feature.
+    **{
+        f"pairs/test_pairs.py::test_refused[{names}]": f"[{other}]"
+        for other, same in {
+            "checksums+extension": (
+                "extension+gather_int8",
+                "extension+reduce_int8",
+                "both_fp8+extension",
+            ),
+            "cpu_offload+gather_int8": ("cpu_offload+reduce_int8", "both_fp8+cpu_offload"),
+            "reduce_int8+reduce_scatter": ("both_fp8+reduce_scatter",),
+            "checksums+overlap": ("checksums+in_backward",),
+            "clip+compile_step+ignored": (
+                "compile_step+ignored+scaler",
+                "compile_step+ignored+overflow",
+            ),
+            "fsdp1+overlap": (
+                "fsdp1+in_backward",
+                "fsdp1_flat+overlap",
+                "fsdp1_flat+in_backward",
+            ),
+            "recompute+regions_units": (
+                "offload+regions_units",
+                "all_budgets+regions_units",
+                "recompute+regions_named",
+                "offload+regions_named",
+                "all_budgets+regions_named",
+            ),
+        }.items()
+        for names in same
+    },
     "programs/test_programs.py::test_random_routed_programs[3]": "[0]",
     "programs/test_programs.py::test_random_steps[1]": "[0]",
     "programs/test_programs.py::test_random_programs_of_which_one_rank_has_no_graph[14]": "[1]",
