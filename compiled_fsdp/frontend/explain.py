@@ -67,7 +67,12 @@ def explain(model: nn.Module, *, profile: Any = None, strict: bool = False) -> E
     units = sorted((s.unit for s in states), key=lambda unit: unit.number)
     found = collect(original_class(inner).__name__, units, states[0].runtime.tree, profile)
     runs = [(run, GraphRecord.parse(run.record)) for run in all_runs()]
-    found = replace(found, options=[_judged(option, units, runs) for option in found.options])
+    used = {option.name for option in found.options if option.consumers}
+    judged = [
+        option if option.name in used.intersection(OF_ALL) else _judged(option, units, runs)
+        for option in found.options
+    ]
+    found = replace(found, options=judged)
     wrong = [f"  {option.unused}" for option in found.options if option.unused]
     if strict and wrong:
         raise UnusedOptionError(
@@ -108,6 +113,8 @@ def _has_trained(unit: Unit, options: Options, name: str, runs: list[Ran]) -> bo
     return max([*eager.values(), *graphs], default=0) > since
 
 
+# Asked for once, of all units: used if one of them has used it.
+OF_ALL = ("overlap_optimizer",)
 HINTS = {
     "Plan.": "a plan is for graphs: compile the model, before the step and after set_plan",
     "set_requires_all_reduce": "without a replicate axis (HSDP) there is no all-reduce",

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from kit.extensions import Quantised
 from kit.passes_harness import fake_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -284,6 +285,23 @@ def test_overlap_is_consumed():
         optimizer.zero_grad()
     consumers = options_of(explain(run))["overlap_optimizer"]
     assert "leave_in_flight" in consumers
+
+
+def test_overlap_is_used_if_one_unit_uses_it():
+    """It is asked for once; of units with extensions no gather starts early, and only the last
+    reductions are left in flight.
+    """
+    model = Model()
+    for layer in model.layers:
+        layer.up.weight = nn.Parameter(Quantised(layer.up.weight.detach().clone()))
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = overlap_optimizer(model, torch.optim.SGD(model.parameters()))
+    run = compiled(model)
+    step(run, optimizer)
+    found = [o for o in explain(run, strict=True).options if o.name == "overlap_optimizer"]
+    assert {bool(option.consumers) for option in found} == {True, False}
+    assert not any(option.unused for option in found)
 
 
 def test_unused_options_raise():
