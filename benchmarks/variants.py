@@ -122,7 +122,8 @@ def build_ours_whole_step(job: Job, **fields: float | str) -> Step:
 
     def step(index: int) -> Tensor:
         with planned(**fields):  # compiled in the first step
-            return whole_step(*batches[index % NUM_BATCHES])
+            loss: Tensor = whole_step(*batches[index % NUM_BATCHES])
+        return loss
 
     return step if fields else lambda index: whole_step(*batches[index % NUM_BATCHES])
 
