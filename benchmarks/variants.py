@@ -466,10 +466,10 @@ VARIANTS |= {
     )
     for name, budget in RECOMPUTED.items()
 }
-VARIANTS["ours_whole_step_recompute_45"] = Variant(
-    partial(build_ours_whole_step, memory_budget=0.45, recompute="budget"),
+VARIANTS["ours_whole_step_recompute_40"] = Variant(
+    partial(build_ours_whole_step, memory_budget=0.4, recompute="budget"),
     "local_compile",
-    "compile_step, memory_budget=0.45, recompute='budget'",
+    "compile_step, memory_budget=0.4, recompute='budget'",
 )
 # torch's Muon iterates in bfloat16, the others here in fp32.
 BF16_TOLERANCE = 0.1
