@@ -46,6 +46,7 @@ from .optimizers import LOOP, Optimizers, Told
 from .scaling import Scaling
 from .state import follow_user_below
 from .states_at_rest import bring_home
+from .step_values import batches, loss_and_others, what_is_strange
 from .stepped import announce_updated
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Step:
 
         def part(args: Sequence[Any], more: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...]]:
             found = inner(*args, **more) if loss_fn is None else loss_fn(inner, *args, **more)
-            loss, others = _loss_and_others(found, name)
+            loss, others = loss_and_others(found, name)
             return (loss if count == 1 else loss / count), others
 
         def one(*batch: Any, **more: Any) -> Any:
@@ -215,7 +216,7 @@ class Step:
     def __call__(self, *batch: Any, **more: Any) -> Any:
         """One training step; returns the loss, detached, and what else `loss_fn` returns."""
         if self.num_batches > 1:
-            batch, more = self._batches(batch, more), {}
+            batch, more = batches(batch, more, self.num_batches), {}
         self._check()
         self._note_running(True)
         try:
@@ -263,23 +264,6 @@ class Step:
             return mean
         return mean, *(others[0] if self.num_batches == 1 else map(list, zip(*others, strict=True)))
 
-    def _batches(self, given: tuple[Any, ...], more: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments of each micro-batch, by place and by name."""
-        count = self.num_batches
-        batches = given[0] if len(given) == 1 and isinstance(given[0], list | tuple) else None
-        if more or batches is None:
-            raise TypeError(
-                f"compile_step: a step with accumulate={count} was called with "
-                f"{[type(each).__name__ for each in given]} and {sorted(more)}; it takes one list, "
-                f"of {count} batches: step([batch_0, ..., batch_{count - 1}])"
-            )
-        if len(batches) != count:
-            raise ValueError(
-                f"compile_step: accumulate={count}, and {len(batches)} batches were given. Give as "
-                "many, or compile another step for what is left over at the end of an epoch"
-            )
-        return tuple(_arguments(each) for each in batches)
-
     def drop_gathered(self, optimizer: optim.Optimizer) -> None:
         """Forget what was gathered for the next step of parameters that an optimizer is about to
         write to: not every write of its has a version.
@@ -301,7 +285,7 @@ class Step:
                 "before the backwards, in the loop each backward comes before the next forward. "
                 f"Write behind the step, or leave accumulate out. {LOOP}"
             ) from error
-        if kind := _strange.pop(self.name, ""):
+        if kind := what_is_strange(self.name):
             raise TypeError(
                 f"compile_step: loss_fn (or the model, without one) returns {kind}; should be the "
                 "loss, a tensor of one element, or a tuple that begins with it, all others "
@@ -443,30 +427,6 @@ class Step:
         return drop
 
 
-_strange: dict[str, str] = {}  # what the loss function of a step returns, if that cannot be used
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _note_strange(name: str, kind: str) -> None:
-    _strange[name] = kind
-
-
-def _loss_and_others(found: Any, name: str) -> tuple[Tensor, tuple[Any, ...]]:
-    """Traced: the loss, and what else a loss function returns, for the step of this name."""
-    if isinstance(found, torch.Tensor):
-        return found, ()
-    if isinstance(found, tuple) and found and isinstance(found[0], torch.Tensor):
-        loss, *others = found
-        if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(others)):
-            return loss, tuple(others)
-        strange = "in which others than the first require a gradient"
-        _note_strange(name, f"a {type(found).__name__} {strange}")
-    else:
-        _note_strange(name, f"a {type(found).__name__}")
-    torch._dynamo.graph_break()
-    raise AssertionError  # with fullgraph=True, that was the end
-
-
 def _state(grad: Tensor | None) -> tuple[int, int]:
     """Changes if a gradient is another, or is added to."""
     local: Any = getattr(grad, "_local_tensor", grad)
@@ -505,20 +465,6 @@ def _drop_gathered(optimizer: optim.Optimizer) -> None:
         for step in list(_made):
             step.drop_gathered(optimizer)
         bring_home(optimizer, list(optimizer.state))
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A micro-batch as arguments by place and by name."""
-    if isinstance(batch, dict):
-        return (), dict(batch)
-    if isinstance(batch, list | tuple):
-        return tuple(batch), {}
-    if isinstance(batch, torch.Tensor):
-        return (batch,), {}
-    raise TypeError(
-        f"compile_step: a micro-batch is a {type(batch).__name__}; should be a tuple or list of "
-        "arguments, a dict of arguments by name, or one tensor"
-    )
 
 
 def _own(function: Callable[..., Any], name: str) -> Callable[..., Any]:

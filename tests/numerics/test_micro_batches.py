@@ -84,8 +84,9 @@ def compare(
     run, step = whole(options, count, OPTIMIZERS[optimizer], kind, reduce_once=once)
     losses = [step(batches(options, count, i)).item() for i in range(STEPS)]
     what = f"{kind}, {options}, once {once}"
-    shares = current_plan().bucket_bytes != 0  # what shares a gather is not gathered ahead
-    assert (run.num_ahead() > 0) != shares
+    # What shares a gather is not gathered ahead, nor what comes behind a unit of two buffers.
+    stays = current_plan().bucket_bytes != 0 or "frozen" in options.model
+    assert (run.num_ahead() > 0) != stays
     assert len(set(wanted)) > 1, "the loop does not learn, so the comparison shows nothing"
     check_equal(losses, wanted, f"losses, {what}", rtol, atol)
     check_equal(run.state(), loop.state(), f"state, {what}", rtol, atol)

@@ -1,0 +1,81 @@
+"""What a whole step is called with, and what its loss function returns.
+
+Private torch used here (tried on 2.13): `torch.utils._pytree`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def batches(given: tuple[Any, ...], more: dict[str, Any], count: int) -> tuple[Any, ...]:
+    """The arguments of each of `count` micro-batches, by place and by name.
+
+    Raises:
+        TypeError: the step was called otherwise than with one list.
+        ValueError: of another length.
+    """
+    found = given[0] if len(given) == 1 and isinstance(given[0], list | tuple) else None
+    if more or found is None:
+        raise TypeError(
+            f"compile_step: a step with accumulate={count} was called with "
+            f"{[type(each).__name__ for each in given]} and {sorted(more)}; it takes one list, "
+            f"of {count} batches: step([batch_0, ..., batch_{count - 1}])"
+        )
+    if len(found) != count:
+        raise ValueError(
+            f"compile_step: accumulate={count}, and {len(found)} batches were given. Give as "
+            "many, or compile another step for what is left over at the end of an epoch"
+        )
+    return tuple(_arguments(each) for each in found)
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A micro-batch as arguments by place and by name."""
+    if isinstance(batch, dict):
+        return (), dict(batch)
+    if isinstance(batch, list | tuple):
+        return tuple(batch), {}
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    raise TypeError(
+        f"compile_step: a micro-batch is a {type(batch).__name__}; should be a tuple or list of "
+        "arguments, a dict of arguments by name, or one tensor"
+    )
+
+
+_strange: dict[str, str] = {}  # what the loss function of a step returns, if that cannot be used
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_strange(name: str, kind: str) -> None:
+    _strange[name] = kind
+
+
+def loss_and_others(found: Any, name: str) -> tuple[Tensor, tuple[Any, ...]]:
+    """Traced: the loss, and what else a loss function returns, for the step of this name."""
+    if isinstance(found, torch.Tensor):
+        return found, ()
+    if isinstance(found, tuple) and found and isinstance(found[0], torch.Tensor):
+        loss, *others = found
+        if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(others)):
+            return loss, tuple(others)
+        strange = "in which others than the first require a gradient"
+        _note_strange(name, f"a {type(found).__name__} {strange}")
+    else:
+        _note_strange(name, f"a {type(found).__name__}")
+    torch._dynamo.graph_break()
+    raise AssertionError  # with fullgraph=True, that was the end
+
+
+def what_is_strange(name: str) -> str:
+    """What the loss function of the step of this name has returned, if that cannot be used; asked
+    once.
+    """
+    return _strange.pop(name, "")
