@@ -35,7 +35,7 @@ from compiled_fsdp.torch_private.dynamo import (
 )
 from compiled_fsdp.torch_private.modules import hooked_on_backward
 from compiled_fsdp.wire import copies
-from compiled_fsdp.wire.captured import each_run, on_device
+from compiled_fsdp.wire.captured import Captures, each_run, on_device
 from compiled_fsdp.wire.ignored import Ignored
 
 from .captures import TOLD, Capturable, captures_of, check_ready
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
-    from compiled_fsdp.wire.captured import Captures
 
 _numbers = itertools.count()
 
