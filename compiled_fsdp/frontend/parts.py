@@ -101,7 +101,7 @@ class _StandIn:
 
     @classmethod
     def of(cls, param: Tensor, state: dict[str, Any]) -> _StandIn | None:
-        """None where a step of the local tensor may be another than that of the parameter."""
+        """Returns None where a step of the local tensor may be another than the parameter's."""
         grad = param.grad
         if not (isinstance(param, DTensor) and isinstance(grad, DTensor) and param.ndim):
             return None
@@ -119,7 +119,11 @@ class _StandIn:
 
 
 def _stand_ins(groups: list[dict[str, Any]], state: Any) -> dict[Tensor, _StandIn] | None:
-    """One for each of these parameters that has a gradient; None if one cannot have any."""
+    """Returns one for each of these parameters that has a gradient; None if one of them cannot have
+    one, or if autograd is to see the step.
+    """
+    if any(group.get("differentiable") for group in groups):
+        return None
     found = {}
     for param in (p for group in groups for p in group["params"] if p.grad is not None):
         stand_in = _StandIn.of(param, state.get(param) or {})
@@ -135,8 +139,8 @@ def _step_locals(
     attributes: dict[str, Any],
     stand_ins: dict[Tensor, _StandIn],
 ) -> None:
-    """The same step on the local tensors: DTensors find out anew for each operation what comes of
-    their placements, which takes longer than to step a small parameter.
+    """Takes the same step on the local tensors: DTensors find out anew for each operation what
+    comes of their placements, which takes longer than to step a small parameter.
 
     What is decided by the type of a parameter is decided as for DTensors: none is stepped by
     foreach operations unless that was asked for.

@@ -102,3 +102,14 @@ def test_no_dtensor_is_dispatched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DTensor, "_op_dispatcher", None)
     parts.step_part(optimizer, optim.AdamW, {id(p) for p in own})
     assert all(isinstance(optimizer.state[p]["exp_avg"], DTensor) for p in own[:-1])
+
+
+def test_what_autograd_is_to_see_is_torchs_own() -> None:
+    """`differentiable=True`: the step of the parameters themselves, with what torch says of it."""
+    own = params()
+    optimizer = optim.SGD(own, differentiable=True)
+    give_grads(own, 0)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        parts.step_part(optimizer, optim.SGD, {id(p) for p in own})
