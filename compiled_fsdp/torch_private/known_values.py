@@ -1,4 +1,6 @@
-"""Private torch: fake values that Inductor would compute again. Tried on torch 2.13 and 2.15."""
+"""Private torch: fake values that Inductor would compute again. Tried on torch 2.11, 2.13 and 2.15;
+until 2.11 what updates them holds a graph, from then on its module.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import weakref
 from operator import is_
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 # Who is to update the values of a graph.
 _updaters: weakref.WeakKeyDictionary[GraphModule, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -28,18 +30,20 @@ def watch_values() -> None:
         return
 
     @functools.wraps(made)
-    def init(self: Any, gm: GraphModule, *args: Any, **options: Any) -> None:
-        made(self, gm, *args, **options)
+    def init(self: Any, of: GraphModule | Graph, *args: Any, **options: Any) -> None:
+        made(self, of, *args, **options)
+        gm: Any = of if isinstance(of, GraphModule) else of.owning_module
+        self.fsdp_of = gm
         self.fsdp_known = _read(gm)
         _updaters[gm] = weakref.ref(self)
 
     @functools.wraps(update)
     def update_if_changed(self: Any) -> int:
-        now = _read(self.gm)
+        now = _read(self.fsdp_of)
         if len(now) == len(self.fsdp_known) and all(map(is_, now, self.fsdp_known)):
             return 0
         number: int = update(self)
-        self.fsdp_known = _read(self.gm)
+        self.fsdp_known = _read(self.fsdp_of)
         return number
 
     updater.__init__ = init
