@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from .timed import Carried
 
 BESIDE = "deliveries"  # the stream on which results are copied
-CALIBRATING = 20_000_000  # cycles
 
 # Torch keeps the C++ half of a `Work` alone. Events around waits, and what waited for what.
 _under_way: set[OnDevice] = set()
@@ -108,7 +107,7 @@ def begin(
     with module.stream(beside):
         deliver()
     with module.stream(wire):
-        spin(round(carried.seconds * cycles_per_second(device)))
+        spin(carried.seconds)
     wire.wait_stream(beside)
     done = module.Event()
     done.record(wire)
@@ -144,18 +143,3 @@ def module_of(device: torch.device) -> Any:
 def stream_of(device: torch.device, name: str) -> Any:
     """The stream of a wire, by its name."""
     return module_of(device).Stream(device)
-
-
-@cache
-def cycles_per_second(device: torch.device) -> float:
-    """Of the clock that the spinning kernel reads, as it runs when this is first asked."""
-    module = module_of(device)
-    current = module.current_stream(device)
-    for cycles in (10 * CALIBRATING, CALIBRATING):  # in the first the clock comes to its speed
-        begin, end = (module.Event(enable_timing=True) for _ in range(2))
-        begin.record(current)
-        with module.stream(current):  # its device too
-            spin(cycles)
-        end.record(current)
-    end.synchronize()
-    return float(CALIBRATING / (begin.elapsed_time(end) / 1e3))

@@ -40,7 +40,8 @@ from compiled_fsdp import (
 )
 from compiled_fsdp.planning.costs import Costs, Link
 from compiled_fsdp.torch_private.dtensors import local_tensor
-from compiled_fsdp.wire import copies, timed_device
+from compiled_fsdp.torch_private.streams import spin
+from compiled_fsdp.wire import copies
 
 if TYPE_CHECKING:
     from compiled_fsdp.eager.runtime import Runtime
@@ -551,9 +552,12 @@ def copy_beside(is_to_host: bool) -> None:
     """Asked for while the device computes, a copy lets the host go on; awaited, it is there."""
     numbers = torch.arange(1 << 20, dtype=torch.float32)
     source = numbers.cuda() if is_to_host else numbers.pin_memory()
+    to = "host" if is_to_host else "cuda"
+    # The first makes streams and allocates, for which the host may wait.
+    torch.ops._c10d_functional.wait_tensor(torch.ops.fsdp.start_copy(source, to, is_to_host))
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
-    copied = torch.ops.fsdp.start_copy(source, "host" if is_to_host else "cuda", is_to_host)
+    torch.cuda._sleep(400_000_000)
+    copied = torch.ops.fsdp.start_copy(source, to, is_to_host)
     assert not torch.cuda.current_stream().query(), "the host has waited for the device"
     copied = torch.ops._c10d_functional.wait_tensor(copied)
     assert torch.cuda.current_stream().query() == is_to_host
@@ -599,7 +603,7 @@ def timed_world_on_the_device() -> None:
             torch.ones(1_000_000, device="cuda"),
             torch.zeros(8_000_000, device="cuda"),
         )
-        dist.all_gather_into_tensor(everyones, mine)  # its clock is measured
+        dist.all_gather_into_tensor(everyones, mine)  # its kernel is compiled
         assert torch.equal(everyones, torch.ones_like(everyones))
         world.settle()
         (first,) = world.carried
@@ -609,7 +613,7 @@ def timed_world_on_the_device() -> None:
         begin = time.perf_counter()
         marks[0].record()
         work = dist.all_gather_into_tensor(everyones, mine, async_op=True)
-        torch.cuda._sleep(round(0.2 * timed_device.cycles_per_second(everyones.device)))
+        spin(0.2)
         work.wait()
         marks[1].record()
         assert time.perf_counter() - begin < 0.2, "the host does not wait"

@@ -16,7 +16,6 @@ from compiled_fsdp.wire import timed_device
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CYCLES = 1e6  # per second of the double
 LATE = torch.device("meta")  # what plays the device; nothing is delivered there
 
 
@@ -80,20 +79,11 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     double = Device()
     monkeypatch.setattr(timed_device, "module_of", lambda device: double)
-    monkeypatch.setattr(timed_device, "spin", lambda cycles: double.compute(cycles / CYCLES))
+    monkeypatch.setattr(timed_device, "spin", double.compute)
     monkeypatch.setattr(timed_device, "can_spin", lambda device: device == LATE)
-    for cached in (timed_device.stream_of, timed_device.cycles_per_second):
-        cached.cache_clear()
-    for each in (LATE, torch.device("cpu")):
-        timed_device.cycles_per_second(each)
-    double.current.at = 0.0
+    timed_device.stream_of.cache_clear()
     yield double
-    for cached in (timed_device.stream_of, timed_device.cycles_per_second):
-        cached.cache_clear()
-
-
-def test_the_clock_is_measured(device: Device) -> None:
-    assert timed_device.cycles_per_second(LATE) == pytest.approx(CYCLES)
+    timed_device.stream_of.cache_clear()
 
 
 def test_a_collective_occupies_a_stream(device: Device) -> None:
