@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch.distributed as dist
-from kit.pool import EVERY_PASS, Pool, compile_quickly, use_scalar_kernels
+from kit.pool import (
+    EVERY_PASS,
+    Pool,
+    compile_quickly,
+    lower_as_for_a_device,
+    use_scalar_kernels,
+)
 from kit.reported import record
 from kit.variants import left_out
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,6 +34,7 @@ logging.getLogger("torch.__trace").propagate = True
 set_plan(Plan(bucket_bytes=0))  # or the units of small models share collectives; as in `pool.py`
 use_scalar_kernels()
 compile_quickly()
+lower_as_for_a_device()
 os.environ["COMPILED_FSDP_VERIFY"] = (
     "1"  # after every pass, in this process and those that it starts; see `verify_once`
 )

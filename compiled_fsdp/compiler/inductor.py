@@ -26,7 +26,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from compiled_fsdp import passes
 from compiled_fsdp.dump import writer as dump
 from compiled_fsdp.ir.collectives import STARTS
-from compiled_fsdp.ir.graph import find
+from compiled_fsdp.ir.graph import find, output
+from compiled_fsdp.ir.meta import see_tensors_only
 from compiled_fsdp.ir.schema import TO_LOWER
 from compiled_fsdp.ir.view_values import follow_views
 from compiled_fsdp.passes.pipeline import key as pipeline_key
@@ -98,6 +99,7 @@ class HalfPass(CustomGraphPass):
         gm = _module(graph)
         update_values(gm)
         run_half(gm, is_fused=True)
+        see_tensors_only(output(gm.graph))
         # passes of a user's leave values to Inductor
         if find(gm.graph, *STARTS) and pipeline_key() is not None and follow_views(gm.graph):
             note_values(gm)

@@ -422,6 +422,15 @@ def keep_strides(output: Node, strides: list[tuple[int, ...]]) -> None:
     output.meta["original_output_strides"] = strides
 
 
+def see_tensors_only(output: Node) -> None:
+    """Let Inductor look at no result that passes have made None: it keeps the places of those that
+    users see from before, and on a device follows each of them.
+    """
+    results: Any = output.args[0]
+    if (places := output.meta.get("user_visible_output_idxs")) is not None:
+        output.meta["user_visible_output_idxs"] = [i for i in places if results[i] is not None]
+
+
 def call_library(node: Node) -> None:
     """Let Inductor call the library for this, whatever it could generate. Tried on 2.13: read by
     its lowering; a torch that does not know the key generates as ever.
