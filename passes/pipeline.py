@@ -42,6 +42,7 @@ from .gather_ahead import gather_ahead
 from .gather_next import gather_next
 from .give_way import give_way
 from .hide_copies import hide_copies
+from .inline_pointwise import inline_pointwise
 from .join_grads import join_grads
 from .leave_in_flight import leave_in_flight
 from .lower import lower
@@ -234,9 +235,17 @@ PIPELINE = check_order(
             name_collectives, Stage.HALF, (P.OVER_GLOO,), P.NAMED, is_for_all=True, is_tried=False
         ),
         Pass(
-            outline,
+            inline_pointwise,
             Stage.HALF,
             (P.NAMED,),
+            P.INLINED,
+            only=Executor.INDUCTOR,
+            is_tried=False,
+        ),
+        Pass(
+            outline,
+            Stage.HALF,
+            (P.INLINED,),
             P.OUTLINED,
             only=Executor.INDUCTOR,
             is_tried=False,

@@ -153,7 +153,7 @@ class GraphRecord:
                 "to_host": line.on_the_way(HOST),
                 "from_host": sum(map(line.on_the_way, line.copied)) - line.on_the_way(HOST),
             }
-        repeats = Repeats([], [], [])
+        repeats = Repeats([], [], [], is_dynamic=False, written=frozenset(), home={})
         called = _called_units(graph)
         if called:
             note(consumed, "outline_units", "Plan.regions")

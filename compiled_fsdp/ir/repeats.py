@@ -26,12 +26,15 @@ from .schema import COPY_COLUMNS, FREE, MARK_GRADS, MOMENTUM, TRAITS, UPDATE
 from .subgraphs import unit_called_by
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.fx import Graph
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 LEAST_NODES = 8  # that compute, in a span that is worth a call
 LEAST_TIMES = 3  # that it occurs
+MOST_INLINED = 32  # nodes that a span computes again
 ALIGNMENT = 64  # bytes: what vectors and kernels may assume of an address
 
 _KNOWN = frozenset((int,))  # the type of a size that is no symbol
@@ -134,12 +137,16 @@ class Repeats:
     enough equals.
 
     is_dynamic: whether a value has a size that is not known.
+    written: values that something writes to.
+    home: the span of each node of one.
     """
 
     spans: list[Span]
     groups: list[list[Span]]
     alone: list[Span]
-    is_dynamic: bool = False
+    is_dynamic: bool
+    written: frozenset[Node]
+    home: dict[Node, Span]
 
     @property
     def why_none(self) -> str:
@@ -183,7 +190,9 @@ def find_repeats(graph: Graph) -> Repeats:
     often = [group for group in groups.values() if len(group) >= LEAST_TIMES]
     alone = [span for group in groups.values() if len(group) < LEAST_TIMES for span in group]
     is_dynamic = any(map(_is_dynamic, graph.nodes))
-    return Repeats(found, often, alone, is_dynamic)
+    written = frozenset(_root(n) for node in graph.nodes for n in _written(node))
+    home = {node: span for span in found for node in span.nodes}
+    return Repeats(found, often, alone, is_dynamic, written, home)
 
 
 def widened(group: list[Span]) -> list[Span]:
@@ -231,6 +240,82 @@ def spans(graph: Graph) -> list[Span]:
     for i, span in enumerate(found):
         span.num_moved = sum(stands[n] < i for n in span.nodes)
     return [span for span in found if span.nodes]
+
+
+def inlined_into(span: Span, repeats: Repeats) -> list[Node]:
+    """Returns the cheap nodes of other spans that a span may compute again instead of reading what
+    they yield, in graph order, where what they read takes no more bytes.
+    """
+    home = repeats.home
+
+    def may_be_copied(node: Node) -> bool:
+        return node in home and home[node] is not span and _is_inlinable(node)
+
+    read = {_root(n) for n in span.inputs}
+    found: set[Node] = set()
+    for node in span.inputs:
+        root = _root(node)
+        if not may_be_copied(node) or not may_be_copied(root) or _is_read_beside(root, span, home):
+            continue
+        copied, sources = _computed_from(node, read - {root}, may_be_copied)
+        more = sources - read
+        if (
+            len(found | copied) <= MOST_INLINED
+            and all(get_tag(each) is None for each in sources)
+            and not sources & repeats.written
+            and sum(map(_bytes, more)) <= _bytes(root)
+        ):
+            found |= copied
+            read |= more
+    return sorted(found)
+
+
+def _computed_from(
+    node: Node, known: set[Node], may_be_copied: Callable[[Node], bool]
+) -> tuple[set[Node], set[Node]]:
+    """Returns what computes a node, back to what is known or may not be copied, and the values in
+    whose storage that is.
+    """
+    found: set[Node] = set()
+    sources: set[Node] = set()
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        if node in found:
+            continue
+        found.add(node)
+        for each in node.all_input_nodes:
+            if _root(each) in known or not may_be_copied(each):
+                sources.add(_root(each))
+            else:
+                stack.append(each)
+    return found, sources
+
+
+def _is_inlinable(node: Node) -> bool:
+    op: Any = node.target
+    return (
+        isinstance(op, torch._ops.OpOverload)
+        and (is_view(node) or torch.Tag.pointwise in op.tags or op in _CASTS)
+        and get_tag(node) is None
+    )
+
+
+def _is_read_beside(root: Node, span: Span, home: dict[Node, Span]) -> bool:
+    """Whether anything but a span, and the one that computes it, reads a value or a view of it."""
+    stack = [root]
+    while stack:
+        for user in stack.pop().users:
+            if may_alias(user) and user not in span.inside:
+                stack.append(user)
+            elif home.get(user) not in (span, home.get(root)):
+                return True
+    return False
+
+
+def _bytes(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def read_by(node: Node) -> list[Node]:
