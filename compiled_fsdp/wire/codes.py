@@ -1,7 +1,8 @@
 """Makes the bytes of `ir/quantized.py` of real tensors, and reads them.
 
 On a CPU a few blocks at a time, so that what is between memory and bytes stays in the cache: about
-what one fused kernel would take, without one to be compiled for every shape and place.
+what one fused kernel would take, without one to be compiled for every shape and place. On a device
+all rows at once, since what counts there is how many kernels are launched; the bytes are the same.
 """
 
 from __future__ import annotations
@@ -43,16 +44,51 @@ def encode(pieces: Sequence[Tensor], names: Sequence[str]) -> Tensor:
             part[:, : numel * piece.itemsize].view(piece.dtype).copy_(piece)
             continue
         num_blocks = -(-numel // BLOCK)
-        coded, scales = part[:, : num_blocks * BLOCK], part[:, num_blocks * BLOCK :].view(SCALE)
+        coded, scales = _parts(part, num_blocks, codes)
+        if not _by_row(piece):
+            _encode_rows(piece, coded, scales)
+            continue
         for row, its_codes, its_scales in zip(piece, coded, scales, strict=True):
-            _encode_row(row, its_codes.view(codes).view(-1, BLOCK), its_scales[:num_blocks])
+            _encode_row(row, its_codes, its_scales)
     return out
+
+
+def _by_row(table: Tensor) -> bool:
+    return table.device.type == "cpu"
+
+
+def _parts(table: Tensor, num_blocks: int, codes: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes [rows, blocks, BLOCK] and scales [rows, blocks] in [rows, bytes]."""
+    end = num_blocks * BLOCK
+    coded = table[:, :end].view(codes).unflatten(1, (num_blocks, BLOCK))
+    return coded, table[:, end : end + num_blocks * SCALE.itemsize].view(SCALE)
+
+
+def _encode_rows(table: Tensor, coded: Tensor, scales: Tensor) -> None:
+    """Codes [rows, blocks, BLOCK] and scales [rows, blocks] of [rows, n]."""
+    num_rows, num_blocks, _ = coded.shape
+    x = table.to(SCALE)
+    if more := num_blocks * BLOCK - x.shape[1]:
+        x = torch.nn.functional.pad(x, (0, more))
+    x = x.reshape(num_rows, num_blocks, BLOCK)
+    largest = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True)
+    scale = _scale_of(largest, coded.dtype)
+    ratio = x * scale.reciprocal()
+    coded.copy_(ratio if coded.dtype.is_floating_point else ratio.round_())
+    scales.copy_(scale.squeeze(-1))
+
+
+def _scale_of(largest: Tensor, codes: torch.dtype) -> Tensor:
+    """Of blocks with these largest values, in their place."""
+    scale = largest.mul_(1.0 / LARGEST[codes]).clamp_min_(LEAST)
+    scale += scale - scale  # finite minus itself is 0; of an inf or a nan it is nan
+    return scale
 
 
 def _encode_row(row: Tensor, coded: Tensor, scales: Tensor) -> None:
     """Codes [blocks, BLOCK] and scales [blocks] of [n]."""
     num_blocks = coded.shape[0]
-    step = _step(row, num_blocks)
+    step = min(AT_ONCE, num_blocks)
     scratch = row.new_empty(step, BLOCK, dtype=SCALE)
     for i in range(0, num_blocks, step):
         x = row[i * BLOCK : (i + step) * BLOCK].to(SCALE)
@@ -61,55 +97,65 @@ def _encode_row(row: Tensor, coded: Tensor, scales: Tensor) -> None:
             x = torch.nn.functional.pad(x, (0, count * BLOCK - x.numel()))
         x, ratio = x.reshape(count, BLOCK), scratch[:count]
         largest = torch.abs(x, out=ratio).amax(1, keepdim=True)
-        scale = largest.mul_(1.0 / LARGEST[coded.dtype]).clamp_min_(LEAST)
-        scale += scale - scale  # finite minus itself is 0; of an inf or a nan it is nan
+        scale = _scale_of(largest, coded.dtype)
         torch.mul(x, scale.reciprocal(), out=ratio)
         coded[i : i + count] = ratio if coded.dtype.is_floating_point else ratio.round_()
         scales[i : i + count] = scale.view(-1)
-
-
-def _step(row: Tensor, num_blocks: int) -> int:
-    """How many of so many blocks are coded or read at once."""
-    return min(AT_ONCE, num_blocks) if row.device.type == "cpu" else num_blocks
 
 
 def decode(table: Tensor, numel: int, dtype: torch.dtype, name: str) -> Tensor:
     """What a payload in each row of [rows, bytes] stands for: [rows, numel] of `dtype`."""
     out = table.new_empty(table.shape[0], numel, dtype=dtype)
     codes = CODES[name]
+    if codes is None:
+        return out.copy_(table[:, : numel * dtype.itemsize].view(dtype))
+    if not _by_row(table):
+        _decode_rows(table, out, codes)
+        return out
     for row, values in zip(table, out, strict=True):
-        if codes is None:
-            values.copy_(row[: numel * dtype.itemsize].view(dtype))
-        else:
-            _decode_row(row, values, codes)
+        _decode_row(row, values, codes)
     return out
 
 
 def decode_sum(table: Tensor, numel: int, dtype: torch.dtype, name: str) -> Tensor:
-    """The sum over rows, in order, of what the payloads stand for: [numel] of `dtype`; of codes,
-    added in fp32.
+    """The sum over rows of what the payloads stand for: [numel] of `dtype`; of codes, added in
+    fp32, on a CPU in order.
     """
     codes = CODES[name]
     if codes is None:
         return table[:, : numel * dtype.itemsize].view(dtype).sum(0)
+    if not _by_row(table):
+        values = table.new_empty(table.shape[0], numel, dtype=SCALE)
+        _decode_rows(table, values, codes)
+        return values.sum(0).to(dtype)
     total = table.new_empty(numel, dtype=SCALE)
     for i, row in enumerate(table):
         _decode_row(row, total, codes, adds=i > 0)
     return total.to(dtype)
 
 
+def _decode_rows(table: Tensor, out: Tensor, codes: torch.dtype) -> None:
+    """Write what [rows, bytes] stand for to [rows, n]."""
+    num_blocks = -(-out.shape[1] // BLOCK)
+    coded, scales = _parts(table, num_blocks, codes)
+    x: Tensor = coded.to(SCALE) if codes.is_floating_point else coded  # codes of ints are promoted
+    if out.shape[1] == num_blocks * BLOCK:
+        torch.mul(x, scales.unsqueeze(-1), out=out.view(-1, num_blocks, BLOCK))
+    else:
+        out.copy_((x * scales.unsqueeze(-1)).flatten(1)[:, : out.shape[1]])
+
+
 def _decode_row(row: Tensor, out: Tensor, codes: torch.dtype, *, adds: bool = False) -> None:
     """Write or add what [bytes] stand for to [n]."""
     numel = out.numel()
     num_blocks = -(-numel // BLOCK)
-    coded = row[: num_blocks * BLOCK].view(codes).view(num_blocks, BLOCK)
-    scales = row[num_blocks * BLOCK : num_blocks * (BLOCK + SCALE.itemsize)].view(SCALE)
-    step = _step(row, num_blocks)
+    ((coded,), (scales,)) = _parts(row.unsqueeze(0), num_blocks, codes)
+    step = min(AT_ONCE, num_blocks)
     scratch = row.new_empty(step, BLOCK, dtype=SCALE)
     for i in range(0, num_blocks, step):
         into = out[i * BLOCK : (i + step) * BLOCK]
         x, scale = scratch[: min(step, num_blocks - i)], scales[i : i + step].unsqueeze(1)
-        if codes is torch.float8_e4m3fn and row.device.type == "cpu":
+        if codes is torch.float8_e4m3fn:
             x.copy_(_halves(coded[i : i + step]))
             scale = scale * HALVES
         else:

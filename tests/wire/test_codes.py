@@ -15,6 +15,13 @@ LIMIT = {INT8: 127.0, FP8: 448.0}
 ODD = (torch.nan, torch.inf, -torch.inf)
 
 
+@pytest.fixture(autouse=True, params=["a row at a time", "all rows"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, and as on a device."""
+    if request.param == "all rows":
+        monkeypatch.setattr(module, "_by_row", lambda table: False)
+
+
 def through(x: Tensor, dtype: torch.dtype, codes: torch.dtype | None) -> Tensor:
     """[rows, n] as they arrive, in `dtype`."""
     sent = ENCODE([x], [NAMES[codes]])
