@@ -16,7 +16,7 @@
     coding    what codes on the wire cost a processor
     page      bytes of the report and of its dump, at 4 and 32 layers
     simulate  a step on two hosts against the same step simulated; needs root
-    gpu       a 1.1 B Llama as one rank of 8 and 64 that do not exist; needs a CUDA device
+    gpu       Llamas as one rank of 8 and 64 on a timed wire; needs a CUDA device
 
 Each writes a table and a picture to benchmarks/results, or to out/bench with --quick.
 """

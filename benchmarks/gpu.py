@@ -1,221 +1,329 @@
-"""What sharding costs on one GPU: Llama of 1.1 B parameters in bf16, as rank 0 of a fake group of 8
-and of 64.
+"""One GPU as one rank of many: a Llama in bf16 over wires that are timed, ours, stock's and the
+unsharded model.
 
-A fake group moves nothing and waits for nobody. What is left is all that a rank does besides its
-model's computation (casts, packing, copies, launches), and the memory that it needs: what it holds
-is 1/8 or 1/64 of every parameter, and what it gathers is as large as in a real job. The floor is
-the same model unsharded and compiled as a whole, in bf16, with AdamW on as many fp32 elements as a
-rank owns.
+Each way to train is a process of its own (`gpu_rank.py`), rank 0 of a timed world, whose
+collectives occupy a stream for as long as a wire of a given speed would need (`wire/timed.py`). The
+ways of a batch compile beside each other; then they take turns, in rounds, and whoever has no turn
+does nothing. What a rank computes, copies and launches is real, and so are its memory and what
+waits for what; a network's noise, and what NCCL takes from the device's processors, are not there.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
+import select
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+from gpu_rank import ANSWER, LATENCY, SIZES, VARIANTS, Size
 from hosts import HostsError
-from llama import Llama, LlamaConfig
-from measure import peak_tensor_bytes
+from llama import Llama
 from results import Panel, Report, Table, machine, ratio, spread
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as stock_fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from variants import part_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator, Sequence
 
     from screen import Screen
     from settings import Settings
 
-WORLDS = (8, 64)
-CAPTURED = "ours_whole_step_cuda_graphs"
-VARIANTS = (
-    "local",
-    "ours",
-    "ours_cuda_graphs",
-    "ours_whole_step",
-    CAPTURED,
-    "stock_block_compile",
-)
-BATCH, LENGTH = 4, 2048
-WARM_UP, STEPS = 5, 20
-GOAL = 1.03
-CONFIG = LlamaConfig(
-    num_layers=16, width=2048, num_heads=32, hidden=8192, max_length=LENGTH, vocab=32768
-)
-SMALL = LlamaConfig(num_layers=2, width=256, num_heads=8, hidden=512, max_length=LENGTH, vocab=512)
+ROUNDS, STEPS = 4, 5
+READY = 240.0  # seconds until a batch has compiled
+ANSWERED = 60.0
+NO_TIME = float("inf")
+SLOW, FAST = 5e10, 3e11
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to train, as one rank of so many.
+
+    wires: bytes a second; what is captured as a CUDA graph keeps the time of the slowest.
+    """
+
+    variant: str
+    world: int = 64
+    size: str = "1b"
+    wires: tuple[float, ...] = (NO_TIME, SLOW)
+
+    @property
+    def name(self) -> str:
+        """For messages and files."""
+        return f"{self.variant}_{self.size}_{self.world}"
+
+
+def _ways(names: str, **more: Any) -> tuple[Way, ...]:
+    return tuple(Way(name, **more) for name in names.split())
+
+
+# Each batch compiles at once, and has to fit into the device's memory together.
+BATCHES = {
+    "base": _ways("local stock stock_kept ours ours_whole ours_whole_kept ours_fp8 ours_int8"),
+    "more": (
+        *_ways(
+            "stock_loss ours_overlap ours_whole_auto ours_half ours_whole_half ours_offload",
+            wires=(SLOW,),
+        ),
+        *_ways("ours_graphs ours_whole_graphs", wires=(NO_TIME,)),
+        *_ways("local stock ours ours_whole", world=8, wires=(FAST,)),
+    ),
+    "8b": _ways("local stock_loss ours ours_whole", size="8b", wires=(SLOW,)),
+}
+
+
+@dataclass
+class Found:
+    """What a way has answered; times by wire."""
+
+    way: Way
+    first: dict[str, Any] = field(default_factory=dict)
+    times: dict[float, list[dict[str, float]]] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+    def seconds(self, wire: float) -> list[float]:
+        """Of a step, in each round."""
+        return [each["seconds"] for each in self.times.get(wire, [])]
+
+
+class Child:
+    """A process of one way; what it writes to stderr is in `said`."""
+
+    def __init__(self, way: Way, device: str, said: IO[bytes]) -> None:
+        command = [
+            *(sys.executable, str(Path(__file__).with_name("gpu_rank.py")), way.variant),
+            *("--world", str(way.world), "--size", way.size, "--device", device),
+            *("--bandwidth", str(min(way.wires))),  # for what is planned from costs
+        ]
+        self._said = said
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "4"},
+        )
+        self._seen = b""
+
+    def ask(self, request: str) -> None:
+        """Send a request."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(request.encode() + b"\n")
+        self._process.stdin.flush()
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """Wait for an answer.
+
+        Raises:
+            TimeoutError: none came.
+            RuntimeError: the process has ended; says what it wrote last.
+        """
+        end = time.monotonic() + seconds
+        out = self._process.stdout
+        assert out is not None
+        while True:
+            while b"\n" in self._seen:
+                line, _, self._seen = self._seen.partition(b"\n")
+                if line.startswith(ANSWER.encode()):
+                    found: dict[str, Any] = json.loads(line[len(ANSWER) :])
+                    return found
+            if not select.select([out], [], [], max(end - time.monotonic(), 0.0))[0]:
+                raise TimeoutError(f"no answer in {seconds:.0f} s: {self._tail()}")
+            more = os.read(out.fileno(), 1 << 16)
+            if not more:
+                raise RuntimeError(self._tail())
+            self._seen += more
+
+    def _tail(self) -> str:
+        self._said.seek(0)
+        return self._said.read()[-3000:].decode(errors="replace")
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
 
 
 def run(settings: Settings, screen: Screen) -> Report:
-    """One process for each way and size of the group, one after the other."""
-    if not torch.cuda.is_available():
+    """All batches, one after the other."""
+    has_device = torch.cuda.is_available()
+    if not has_device and not settings.quick:
         raise HostsError("it needs a CUDA device")
-    found: dict[str, dict[str, Any]] = {}
-    for world in WORLDS[:1] if settings.quick else WORLDS:
-        for variant in VARIANTS:
-            screen.line(f"gpu, {variant}, {world} ranks")
-            command = [
-                sys.executable,
-                str(Path(__file__).resolve()),
-                variant,
-                str(world),
-                *["--quick"] * settings.quick,
-            ]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            found[f"{variant}, {world}"] = json.loads(done.stdout.splitlines()[-1])
-    return report(found)
+    batches = list(BATCHES.values())
+    if settings.quick:
+        quick = " ".join(VARIANTS) if has_device else "local ours_whole"
+        batches = [_ways(quick, size="tiny", wires=(SLOW,))]
+    return report(measure(batches, screen, "cuda" if has_device else "cpu"))
 
 
-def report(found: dict[str, dict[str, Any]]) -> Report:
-    """A row per way; ratios are to the local step of the same group size."""
-    rows, notes = [], []
-    for name, seen in found.items():
-        floor = found[f"local, {name.split(', ')[1]}"]
-        median, between = spread([1e3 * s for s in seen["seconds"]], ".1f")
-        to_floor = ratio(statistics.median(seen["seconds"]), statistics.median(floor["seconds"]))
-        peak = f"{seen['peak'] / 2**30:.2f}"
+def measure(
+    batches: Sequence[Sequence[Way]], screen: Screen, device: str, raw: Path | None = None
+) -> list[Found]:
+    """What each way of each batch has answered; written to `raw` behind each batch, with traces
+    beside it.
+    """
+    found: list[Found] = []
+    for batch in batches:
+        screen.line(f"gpu: {', '.join(way.name for way in batch)}")
+        found += _together(batch, screen, device, raw)
+        if raw is not None:
+            raw.write_text(json.dumps([asdict(each) for each in found]))
+    return found
+
+
+def report(found: Sequence[Found]) -> Report:
+    """A table for each model, size of the world and wire; ratios are to its floor and stock's."""
+    tables, panels = [], []
+    kinds = [(each.way.size, each.way.world, wire) for each in found for wire in each.way.wires]
+    for size, world, wire in dict.fromkeys(kinds):
+        mine = [
+            each
+            for each in found
+            if (each.way.size, each.way.world) == (size, world) and each.seconds(wire)
+        ]
+        if not mine:
+            continue
+        table = _table(size, world, wire, mine)
+        tables.append(table)
+        bars = {e.way.variant: {"step": 1e3 * statistics.median(e.seconds(wire))} for e in mine}
+        panels.append(Panel(table.title, "ms", bars))
+    notes = [
+        f"**{name}**: {VARIANTS[name].summary}."
+        for name in dict.fromkeys(each.way.variant for each in found)
+    ]
+    notes += [f"{each.way.name}: failed." for each in found if each.error]
+    notes += [
+        "peak and reserved: GiB that the allocator had handed out, and had taken from the device, "
+        "at most, behind the first step; predicted: by the planner, with what is at rest. host: "
+        "until a step that begins on an idle device is issued. first: seconds of the first step, "
+        "of several ways that compile beside each other."
+    ]
+    return Report("gpu", "One GPU as one rank of many", tables, panels, notes)
+
+
+def _table(size: str, world: int, wire: float, found: Sequence[Found]) -> Table:
+    medians = {each.way.variant: statistics.median(each.seconds(wire)) for each in found}
+    stock, local = medians.get("stock", medians.get("stock_loss")), medians.get("local")
+    rows = []
+    for each in found:
+        times = each.seconds(wire)
+        median, between = spread([1e3 * s for s in times], ".1f")
+        host = 1e3 * statistics.median(time["host"] for time in each.times[wire])
+        predicted = each.last.get("predicted_peak")
+        rest = each.last.get("at_rest", 0.0)
         rows.append(
             [
-                name,
+                each.way.variant,
                 median,
                 between,
-                to_floor,
-                peak,
-                f"{(seen['peak'] - seen['at_rest']) / 2**30:.2f}",
+                ratio(statistics.median(times), local),
+                ratio(statistics.median(times), stock),
+                f"{host:.1f}",
+                *(_gib(each.last.get(name)) for name in ("peak", "reserved")),
+                _gib(None if predicted is None else predicted + rest),
+                f"{each.first.get('first', 0.0):.0f}",
             ]
         )
-    for world in dict.fromkeys(name.split(", ")[1] for name in found):
-        ours, stock = found[f"ours, {world}"], found[f"stock_block_compile, {world}"]
-        step = statistics.median(ours["seconds"]) / statistics.median(
-            found[f"local, {world}"]["seconds"]
-        )
-        notes.append(
-            f"{world} ranks: ours is {step:.3f} times the local compiled step (target {GOAL}), and "
-            f"its peak is {ours['peak'] / stock['peak']:.3f} of stock's with compiled blocks "
-            "(target: at most 1)."
-        )
+    model = SIZES[size]
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    speed = "no time" if wire == NO_TIME else f"{wire / 1e9:g} GB/s, {1e6 * LATENCY:g} us"
     facts = [
         machine(),
-        f"{torch.cuda.get_device_name()}.",
-        f"Llama of {CONFIG.num_layers} layers, width {CONFIG.width}, hidden {CONFIG.hidden}, "
-        f"vocabulary {CONFIG.vocab}; {BATCH} sequences of {LENGTH}; bf16 parameters, fp32 "
-        f"reductions, fused AdamW; median and quartiles of {STEPS} steps after {WARM_UP}.",
+        f"{name}.",
+        f"{_described(model)}; bf16 parameters, fp32 reductions, fused AdamW; median and quartiles "
+        f"of {ROUNDS} rounds of {STEPS} steps.",
     ]
-    columns = ["", "step, ms", "quartiles", "over local", "peak, GiB", "above rest, GiB"]
-    bars = {
-        name: {"step": 1e3 * statistics.median(seen["seconds"])} for name, seen in found.items()
-    }
-    return Report(
-        "gpu",
-        "One GPU, fake groups",
-        [Table("Steps", facts, columns, rows)],
-        [Panel("Step", "ms", bars)],
-        notes,
+    if wire != NO_TIME:
+        twice, once = (1e3 * _on_the_wire(model, world, wire, n) for n in (2, 1))
+        facts.append(
+            f"The wire alone needs {twice:.1f} ms with every parameter gathered twice, "
+            f"{once:.1f} once."
+        )
+    columns = ["", "step, ms", "quartiles", "over local", "over stock", "host, ms"]
+    columns += ["peak", "reserved", "predicted", "first, s"]
+    return Table(f"{size}, {world} ranks, {speed}", facts, columns, rows)
+
+
+def _gib(value: float | None) -> str:
+    return "" if value is None else f"{value / 2**30:.2f}"
+
+
+def _described(size: Size) -> str:
+    c = size.config
+    return (
+        f"Llama of {c.num_layers} layers, width {c.width}, hidden {c.hidden}, vocabulary "
+        f"{c.vocab}; {size.batch} sequences of {size.length}"
     )
 
 
-def measure(variant: str, world: int, *, is_quick: bool) -> dict[str, Any]:
-    """Build one way and time its steps."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    torch.set_float32_matmul_precision("high")
-    torch.manual_seed(0)
-    config = SMALL if is_quick else CONFIG
-    with torch.device("cuda"):
-        step = build(variant, config, world)
-    if variant == CAPTURED:  # when it is captured, which is second: replays allocate nothing
-        memory = peak_tensor_bytes(step, "cuda")
-    for _ in range(WARM_UP):
-        step()
-    torch.cuda.synchronize()
-    seconds = []
-    for _ in range(STEPS):
-        start = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    if variant != CAPTURED:
-        memory = peak_tensor_bytes(step, "cuda")
-    return {"seconds": seconds, "peak": memory.peak, "at_rest": memory.at_rest}
+def _on_the_wire(size: Size, world: int, wire: float, gathers: int) -> float:
+    """Seconds of all collectives of a step, without latencies, with bf16 gathers and fp32
+    reductions; the embedding is gathered once in any case.
+    """
+    with torch.device("meta"):
+        model = Llama(size.config)
+    numel = sum(p.numel() for p in model.parameters())
+    gathered = gathers * numel - (gathers - 1) * model.embedding.weight.numel()
+    return (2 * gathered + 4 * numel) * (world - 1) / world / wire
 
 
-def build(variant: str, config: LlamaConfig, world: int) -> Callable[[], None]:
-    """The training step of one way."""
-    tokens = torch.randint(config.vocab, (BATCH, LENGTH + 1))
-    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    model = Llama(config)
-    if variant == "local":
-        return local(model.bfloat16(), batch)
-    mesh = init_device_mesh("cuda", (world,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    call: Any = model
-    if variant == "stock_block_compile":
-        for layer in model.layers:
-            layer.compile(fullgraph=True, dynamic=False)
-        shard(model, stock_fully_shard, mesh, policy)
-    else:
-        from compiled_fsdp import compile_step, fully_shard
-
-        shard(model, fully_shard, mesh, policy)
-        if variant.startswith("ours_whole_step"):
-            mode = "reduce-overhead" if variant == CAPTURED else None
-            adamw = torch.optim.AdamW(model.parameters(), fused=True, capturable=mode is not None)
-            whole = compile_step(model, adamw, mode=mode, dynamic=False)
-            return lambda: whole(*batch)
-        mode = "reduce-overhead" if variant == "ours_cuda_graphs" else None
-        call = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step() -> None:
-        call(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def _together(batch: Sequence[Way], screen: Screen, device: str, raw: Path | None) -> list[Found]:
+    with ExitStack() as stack:
+        processes = Processes(batch, screen, device, stack)
+        for wire in dict.fromkeys(wire for way in batch for wire in way.wires):
+            over = [way for way in batch if wire in way.wires]
+            for _ in range(ROUNDS):
+                for way, answer in processes.ask(over, f"time {wire} {STEPS}"):
+                    processes.found[way].times.setdefault(wire, []).append(answer)
+        if raw is not None:
+            list(processes.ask(batch, "trace {}", raw.parent))
+        for way, answer in processes.ask(batch, "end"):
+            processes.found[way].last = answer
+        return list(processes.found.values())
 
 
-def shard(
-    model: Llama, apply: Callable[..., object], mesh: object, policy: MixedPrecisionPolicy
-) -> None:
-    """The units of both sides."""
-    for unit in (model.embedding, *model.layers, [model.norm, model.head], model):
-        apply(unit, mesh=mesh, mp_policy=policy)
+class Processes:
+    """The processes of a batch, once they have compiled; what has failed is left out from then on,
+    which is said.
+    """
 
+    def __init__(self, batch: Sequence[Way], screen: Screen, device: str, stack: ExitStack) -> None:
+        self.found = {way: Found(way) for way in batch}
+        self._screen = screen
+        self._children: dict[Way, Child] = {}
+        for way in batch:
+            said = stack.enter_context(tempfile.TemporaryFile())
+            self._children[way] = child = Child(way, device, said)
+            stack.callback(child.close)
+        begin = time.monotonic()
+        for way in batch:
+            left = READY - (time.monotonic() - begin)
+            self.found[way].first = self._answer(way, max(left, 1.0))
+        screen.line(f"  ready after {time.monotonic() - begin:.0f} s")
 
-def local(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
-    """Unsharded, without communication; the optimizer steps fp32 parts of 1/world."""
-    call = torch.compile(model, fullgraph=True, dynamic=False)
-    parts = [nn.Parameter(part_of(p.detach()).float()) for p in model.parameters()]
-    optimizer = torch.optim.AdamW(parts, fused=True)
+    def ask(
+        self, ways: Sequence[Way], request: str, folder: Path | None = None
+    ) -> Iterator[tuple[Way, dict[str, Any]]]:
+        """Each in its turn; `{}` in a request is the way's file in `folder`."""
+        for way in [way for way in ways if way in self._children]:
+            self._children[way].ask(request.format(folder and folder / f"{way.name}.json.gz"))
+            answer = self._answer(way, ANSWERED)
+            if way in self._children:
+                yield way, answer
 
-    def step() -> None:
-        call(*batch).backward()
-        for part, parameter in zip(parts, model.parameters(), strict=True):
-            assert parameter.grad is not None
-            part.grad = part_of(parameter.grad).float()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.zero_grad()
-
-    return step
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("variant", choices=VARIANTS)
-    parser.add_argument("world", type=int)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    sys.stdout.write(
-        json.dumps(measure(options.variant, options.world, is_quick=options.quick)) + "\n"
-    )
+    def _answer(self, way: Way, seconds: float) -> dict[str, Any]:
+        try:
+            return self._children[way].answer(seconds)
+        except (RuntimeError, TimeoutError) as error:
+            self.found[way].error = str(error)
+            self._screen.line(f"  {way.name} failed: {error}")
+            self._children.pop(way).close()
+            return {}

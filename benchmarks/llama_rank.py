@@ -10,10 +10,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from gpt import rotary_table
-from gpu import BATCH, CONFIG, LENGTH
+from gpu_rank import SIZES
 from llama import Llama
 
 from compiled_fsdp import MixedPrecisionPolicy, fully_shard
+
+SIZE = SIZES["1b"]
+CONFIG = SIZE.config
 
 
 def main() -> None:
@@ -31,7 +34,7 @@ def main() -> None:
     call = torch.compile(model, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     while True:  # until `simulate` has seen enough
-        tokens = torch.randint(CONFIG.vocab, (BATCH, LENGTH))
+        tokens = torch.randint(CONFIG.vocab, (SIZE.batch, SIZE.length))
         call(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
