@@ -69,7 +69,8 @@ BATCHES = {
     "base": _ways("local stock stock_kept ours ours_whole ours_whole_kept ours_fp8 ours_int8"),
     "more": (
         *_ways(
-            "stock_loss ours_overlap ours_whole_auto ours_half ours_whole_half ours_offload",
+            "stock_loss ours_overlap ours_whole_split ours_whole_auto ours_half ours_whole_half "
+            "ours_offload",
             wires=(SLOW,),
         ),
         *_ways("ours_graphs ours_whole_graphs", wires=(NO_TIME,)),

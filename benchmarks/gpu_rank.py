@@ -125,6 +125,12 @@ VARIANTS = {
     "ours_whole_kept": Variant(
         "compile_step, memory_budget=1.0, 1 GiB gathered ahead", KEPT, "whole", ahead=GIB
     ),
+    "ours_whole_split": Variant(
+        "the same, units of more than 64 MiB in parts",
+        {**KEPT, "split_bytes": 64 << 20},
+        "whole",
+        ahead=GIB,
+    ),
     "ours_whole_auto": Variant(
         "compile_step, memory_budget=1.0, the rest from costs",
         {"memory_budget": 1.0, **AUTO},
@@ -304,8 +310,11 @@ class Rank:
     def _planned(self) -> dict[str, Any]:
         if self.model is None or self.variant.is_stock:
             return {}
-        step = asdict(explain(self.model).step)
-        return {name: step[name] for name in step if name.startswith("predicted")}
+        found = explain(self.model)
+        step = asdict(found.step)
+        largest = max(found.graphs, key=lambda graph: graph.peak)
+        predicted = {name: step[name] for name in step if name.startswith("predicted")}
+        return {**predicted, "at": largest.peak_at, "kinds": largest.peak_kinds}
 
     def _sync(self) -> None:
         if self.device == "cuda":
