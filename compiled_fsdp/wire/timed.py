@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.torch_private.groups import PythonGroup, PythonWork
 from compiled_fsdp.torch_private.streams import SPINNING
 
@@ -165,6 +166,7 @@ class Transfer(PythonWork):  # type: ignore[misc]
         super().__init__()
         self.carried, self.done_at, self.results = carried, done_at, list(results)
 
+    @untraced
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Sleep until the wire has carried it."""
         begin = time.perf_counter()
@@ -182,6 +184,7 @@ class Transfer(PythonWork):  # type: ignore[misc]
         """Whether the wire has carried it."""
         return time.perf_counter() >= self.done_at
 
+    @untraced
     def get_future(self) -> Any:
         """Done when the wire has carried it, with the tensors, as `DistributedDataParallel`
         expects.
@@ -198,7 +201,8 @@ class Transfer(PythonWork):  # type: ignore[misc]
 
 class TimedGroup(PythonGroup):  # type: ignore[misc]
     """Some ranks of the current timed world; tensors on the CPU, or on a device whose streams can
-    be occupied (`timed_device.py`).
+    be occupied (`timed_device.py`). Torch's library calls it in the middle of what is compiled
+    (DDP's buffers), where Dynamo would look into it.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -275,6 +279,7 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
         """The part of what all ranks hold together that is not this one's."""
         return (self._of - 1) / self._of
 
+    @untraced
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
     ) -> Started:
@@ -286,10 +291,12 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
 
         return self._carry("all_gather", outputs, self._others, outputs, deliver)
 
+    @untraced
     def all_gather_single(self, output: Tensor, mine: Tensor, opts: object = None) -> Started:
         """Of one tensor."""
         return self.all_gather_single_coalesced([output], [mine])
 
+    @untraced
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
     ) -> Started:
@@ -303,6 +310,7 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
         flat = [t for each in outputs for t in each]
         return self._carry("all_gather", flat, self._others, flat, deliver)
 
+    @untraced
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Started:
@@ -315,10 +323,12 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
 
         return self._carry("reduce_scatter", inputs, self._others, outputs, deliver)
 
+    @untraced
     def reduce_scatter_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> Started:
         """Of one tensor."""
         return self.reduce_scatter_single_coalesced([output], [mine], opts)
 
+    @untraced
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> Started:
@@ -332,6 +342,7 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
         flat = [t for each in inputs for t in each]
         return self._carry("reduce_scatter", flat, self._others, outputs, deliver)
 
+    @untraced
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Started:
         """In place."""
         return self._carry(
@@ -346,6 +357,7 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
             for tensor in tensors:
                 tensor.mul_(self._of)
 
+    @untraced
     def all_to_all_single(
         self,
         output: Tensor,
@@ -361,6 +373,7 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
             "all_to_all", [mine], self._others, [output], lambda: _come_back(output, mine)
         )
 
+    @untraced
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None) -> Started:
         """A tensor for each rank."""
 
@@ -370,14 +383,17 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
 
         return self._carry("all_to_all", inputs, self._others, outputs, deliver)
 
+    @untraced
     def broadcast(self, tensors: list[Tensor], opts: object = None) -> Started:
         """All have this one's."""
         return self._carry("broadcast", tensors, 1.0, tensors, _nothing)
 
+    @untraced
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Started:
         """As `allreduce`; only one rank needs it."""
         return self._carry("reduce", tensors, 1.0, tensors, lambda: self._reduce(tensors, opts))
 
+    @untraced
     def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
     ) -> Started:
@@ -390,6 +406,7 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
 
         return self._carry("gather", inputs, 1.0, [t for e in outputs for t in e], deliver)
 
+    @untraced
     def scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: object = None
     ) -> Started:
@@ -401,14 +418,17 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
 
         return self._carry("scatter", outputs, 1.0, outputs, deliver)
 
+    @untraced
     def barrier(self, opts: object = None) -> Started:
         """Of no bytes."""
         return self._carry("barrier", [], 0.0, [], _nothing)
 
+    @untraced
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Started:
         """To one rank."""
         return self._carry("send", tensors, 1.0, tensors, _nothing)
 
+    @untraced
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Started:
         """Zeros, after the latency: when the other rank sends is not known."""
         return self._carry(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.torch_private.groups import PythonWork
 from compiled_fsdp.torch_private.streams import SPINNING, spin
 
@@ -53,6 +54,7 @@ class OnDevice(PythonWork):  # type: ignore[misc]
         self.holds = (*holds, *results)
         _under_way.add(self)
 
+    @untraced
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the device's current stream wait."""
         module = module_of(self.device)
@@ -73,6 +75,7 @@ class OnDevice(PythonWork):  # type: ignore[misc]
         """Whether the device has carried it."""
         return bool(self.done.query())
 
+    @untraced
     def get_future(self) -> Any:
         """Done at once for the host, and for streams behind the collective."""
         self.carried.is_by_future = True

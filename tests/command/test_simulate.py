@@ -56,6 +56,32 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     assert not dist.is_initialized()
 
 
+COMPILED_DDP = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+call = torch.compile(model, backend="aot_eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(6):
+    call(torch.randn(4, 8)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_collectives_in_the_middle_of_what_is_compiled(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Buffers are broadcast by torch's library, in forward, where Dynamo is at work."""
+    Path(script).write_text(COMPILED_DDP)
+    assert cli.main([*WORLD, script]) == 0
+    assert "broadcast       network      2.0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["stock", "ours"])
 def test_a_script_is_one_rank_of_many(
     script: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
