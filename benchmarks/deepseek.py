@@ -157,7 +157,12 @@ class DeepSeek(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, self.table)
-        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
+        return self.loss(self.head(self.norm(x)), targets)
+
+    @staticmethod
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean over all tokens."""
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def share_experts(model: DeepSeek, mesh: DeviceMesh) -> list[Experts]:

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from gpu_rank import ANSWER, LATENCY, SIZES, VARIANTS, Size
 from hosts import HostsError
-from llama import Llama
+from llama import Llama, LlamaConfig
 from results import Panel, Report, Table, machine, ratio, spread
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ BATCHES = {
         *_ways("ours_graphs ours_whole_graphs", wires=(NO_TIME,)),
         *_ways("local stock ours ours_whole", world=8, wires=(FAST,)),
     ),
+    "16b": _ways("stock_loss ours ours_whole", size="16b", wires=(SLOW,)),
     "8b": _ways("local stock_loss ours ours_whole", size="8b", wires=(SLOW,)),
 }
 
@@ -242,8 +243,8 @@ def _table(size: str, world: int, wire: float, found: Sequence[Found]) -> Table:
         f"{_described(model)}; bf16 parameters, fp32 reductions, fused AdamW; median and quartiles "
         f"of {ROUNDS} rounds of {STEPS} steps.",
     ]
-    if wire != NO_TIME:
-        twice, once = (1e3 * _on_the_wire(model, world, wire, n) for n in (2, 1))
+    if wire != NO_TIME and isinstance(model.config, LlamaConfig):
+        twice, once = (1e3 * _on_the_wire(model.config, world, wire, n) for n in (2, 1))
         facts.append(
             f"The wire alone needs {twice:.1f} ms with every parameter gathered twice, "
             f"{once:.1f} once."
@@ -259,18 +260,21 @@ def _gib(value: float | None) -> str:
 
 def _described(size: Size) -> str:
     c = size.config
+    name = "Llama"
+    if not isinstance(c, LlamaConfig):
+        name = f"A mixture of {c.num_experts} experts, divided among {size.expert_ranks} ranks,"
     return (
-        f"Llama of {c.num_layers} layers, width {c.width}, hidden {c.hidden}, vocabulary "
+        f"{name} of {c.num_layers} layers, width {c.width}, hidden {c.hidden}, vocabulary "
         f"{c.vocab}; {size.batch} sequences of {size.length}"
     )
 
 
-def _on_the_wire(size: Size, world: int, wire: float, gathers: int) -> float:
+def _on_the_wire(config: LlamaConfig, world: int, wire: float, gathers: int) -> float:
     """Seconds of all collectives of a step, without latencies, with bf16 gathers and fp32
     reductions; the embedding is gathered once in any case.
     """
     with torch.device("meta"):
-        model = Llama(size.config)
+        model = Llama(config)
     numel = sum(p.numel() for p in model.parameters())
     gathered = gathers * numel - (gathers - 1) * model.embedding.weight.numel()
     return (2 * gathered + 4 * numel) * (world - 1) / world / wire

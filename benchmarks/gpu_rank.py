@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from deepseek import DeepSeek, DeepSeekConfig, share_experts
 from gpt import RMSNorm, rotary_table
 from llama import Llama, LlamaConfig
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from variants import part_of
@@ -63,10 +64,14 @@ Step = Callable[[], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model, and the batch of one rank."""
+    """A model, and the batch of one rank.
 
-    config: LlamaConfig
+    expert_ranks: of a mixture, on how many ranks the experts of a layer are.
+    """
+
+    config: LlamaConfig | DeepSeekConfig
     batch: int
+    expert_ranks: int = 1
 
     @property
     def length(self) -> int:
@@ -78,6 +83,43 @@ SIZES = {
     "1b": Size(LlamaConfig(16, 2048, 32, 8192, max_length=2048, vocab=32768), 4),
     # Llama 3 8 B, half as deep.
     "8b": Size(LlamaConfig(16, 4096, 32, 14336, max_length=4096, vocab=128256), 2),
+    # DeepSeek-V2-Lite in its shapes, with the attention of DeepSeek-V3.
+    "16b": Size(
+        DeepSeekConfig(
+            27,
+            2048,
+            16,
+            10944,
+            max_length=4096,
+            vocab=102400,
+            num_dense=1,
+            num_experts=64,
+            top=6,
+            expert_hidden=1408,
+        ),
+        1,
+        expert_ranks=8,
+    ),
+    "tiny_experts": Size(
+        DeepSeekConfig(
+            4,
+            64,
+            4,
+            128,
+            max_length=64,
+            vocab=512,
+            num_dense=1,
+            query_rank=32,
+            value_rank=32,
+            plain=16,
+            rotated=16,
+            num_experts=16,
+            top=2,
+            expert_hidden=32,
+        ),
+        2,
+        expert_ranks=8,
+    ),
     "tiny": Size(LlamaConfig(2, 64, 8, 128, max_length=64, vocab=512), 2),
 }
 
@@ -192,30 +234,35 @@ class Rank:
             overlap_optimizer(model, optimizer, **self._ahead())
         return _loop(call, batch, optimizer)
 
-    def _sharded(self) -> Llama:
+    def _sharded(self) -> Llama | DeepSeek:
+        config, v = self.size.config, self.variant
         with torch.device("meta"):
-            model = Llama(self.size.config)
-        v = self.variant
+            model = DeepSeek(config) if isinstance(config, DeepSeekConfig) else Llama(config)
         if v.is_stock:
+            is_whole = not isinstance(model, DeepSeek)  # a graph ends where experts are a unit
             for layer in model.layers:
-                layer.compile(fullgraph=True, dynamic=False)
+                layer.compile(fullgraph=is_whole, dynamic=False if is_whole else None)
         if v.is_loss_compiled:
             compiled: Any = torch.compile(model.loss, fullgraph=True, dynamic=False)
             model.loss = compiled  # type: ignore[method-assign]
-        mesh = init_device_mesh(self.device, (self.world.size,))
-        more: dict[str, Any] = (
-            {"offload_policy": CPUOffloadPolicy(self.device == "cuda")} if v.is_offloaded else {}
-        )
+        more: dict[str, Any] = {
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            )
+        }
+        if v.is_offloaded:
+            more["offload_policy"] = CPUOffloadPolicy(self.device == "cuda")
         if v.reshards is not None:
             more["reshard_after_forward"] = v.reshards
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         apply: Any = stock_fully_shard if v.is_stock else fully_shard
+        mesh = self._with_experts(model, apply, more)
         for unit in (model.embedding, *model.layers, [model.norm, model.head], model):
-            apply(unit, mesh=mesh, mp_policy=policy, **more)
+            apply(unit, mesh=mesh, **more)
         model.to_empty(device="cpu" if v.is_offloaded else self.device)
-        config = self.size.config
-        table = rotary_table(config.max_length, config.width // config.num_heads)
-        model.table = table.to(self.device)
+        width = config.width // config.num_heads
+        if isinstance(config, DeepSeekConfig):
+            width = config.rotated
+        model.table = rotary_table(config.max_length, width).to(self.device)
         for module in model.modules():
             for param in module.parameters(recurse=False):
                 with torch.no_grad():
@@ -223,10 +270,26 @@ class Rank:
                     local.fill_(1.0) if isinstance(module, RMSNorm) else local.normal_(0.0, 0.02)
         return model
 
+    def _with_experts(
+        self, model: Llama | DeepSeek, apply: Callable[..., object], more: dict[str, Any]
+    ) -> DeviceMesh:
+        """The mesh of all ranks, once experts are divided among some and sharded over the rest."""
+        world, each = self.world.size, self.size.expert_ranks
+        if not isinstance(model, DeepSeek):
+            return init_device_mesh(self.device, (world,))
+        torch._dynamo.config.capture_scalar_outputs = True
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True
+        shape = (world // each, each)
+        mesh = init_device_mesh(self.device, shape, mesh_dim_names=("efsdp", "ep"))
+        for experts in share_experts(model, mesh["ep"]):
+            apply(experts, mesh=mesh["efsdp"], **more)
+            experts.set_gradient_divide_factor(float(world))  # type: ignore[operator]
+        return mesh._flatten("dp")
+
     def _ahead(self) -> dict[str, Any]:
         return {} if self.variant.ahead is None else {"max_ahead_bytes": self.variant.ahead}
 
-    def _whole(self, model: Llama, batch: tuple[Tensor, Tensor]) -> Step:
+    def _whole(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
         mode = self.variant.mode
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=mode is not None)
         whole = compile_step(model, optimizer, mode=mode, dynamic=False, **self._ahead())
@@ -234,8 +297,11 @@ class Rank:
 
     def _local(self, batch: tuple[Tensor, Tensor]) -> Step:
         """Without communication; the optimizer steps fp32 parts of 1/world."""
+        config = self.size.config
+        if not isinstance(config, LlamaConfig):
+            raise NotImplementedError("a mixture of experts needs other ranks")
         with torch.device(self.device):
-            model = Llama(self.size.config).bfloat16()
+            model = Llama(config).bfloat16()
         call = torch.compile(model, fullgraph=True, dynamic=False)
         parts = [nn.Parameter(part_of(p.detach()).float()) for p in model.parameters()]
         optimizer = torch.optim.AdamW(parts, fused=True)

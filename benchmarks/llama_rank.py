@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from gpt import rotary_table
 from gpu_rank import SIZES
-from llama import Llama
+from llama import Llama, LlamaConfig
 
 from compiled_fsdp import MixedPrecisionPolicy, fully_shard
 
 SIZE = SIZES["1b"]
-CONFIG = SIZE.config
+assert isinstance(SIZE.config, LlamaConfig)
+CONFIG: LlamaConfig = SIZE.config
 
 
 def main() -> None:

@@ -191,7 +191,7 @@ def dispatched(
         sent = counts.view(size, -1).sum(1).tolist()
         received = theirs.sum(1).tolist()
     got = all_to_all_single_autograd(tokens, received, sent, group)
-    local = torch.arange(counts.shape[0] // size).repeat(size)
+    local = torch.arange(counts.shape[0] // size, device=counts.device).repeat(size)
     of_expert = local.repeat_interleave(theirs.flatten(), output_size=got.shape[0])
     order = of_expert.argsort(stable=True)
     done = experts(got[order], theirs.sum(0))[order.argsort()]
