@@ -13,7 +13,7 @@ import torch
 import torch._dynamo.utils as dynamo
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.torch_private.dynamo import last_recompile
+from compiled_fsdp.torch_private.dynamo import is_call_of_compiled, last_recompile
 from compiled_fsdp.units.unit import original_class
 
 if TYPE_CHECKING:
@@ -60,12 +60,12 @@ ON_DATA = ("Data dependent operator", "Dynamic shape operator", "Tensor.item()")
 
 
 def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> bool:
-    """A unit's hook runs outside a graph: if Dynamo broke a graph since the last call, that is
-    why. Returns whether it did.
+    """A unit's hook runs outside a graph: if something compiled has called it, and Dynamo broke a
+    graph since the last call, that is why. Returns whether it did.
     """
     global _last_seen
     reasons = dynamo.graph_break_reasons
-    if not reasons or reasons[-1] is _last_seen:
+    if not reasons or reasons[-1] is _last_seen or not is_call_of_compiled():
         return False
     known = [i for i, entry in enumerate(reasons) if entry is _last_seen]
     fresh = reasons[known[0] + 1 :] if known else list(reasons)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import compiled_fsdp
 from compiled_fsdp import FullyShardedDataParallel, fully_shard
 from compiled_fsdp.frontend import together
 from compiled_fsdp.frontend.state import states_below
@@ -438,3 +439,29 @@ def whole() -> None:
 
 def test_fullgraph(two: Pool) -> None:
     two.run(whole)
+
+
+def breaks(x: Tensor) -> Tensor:
+    """Not of any sharded model."""
+    y = x * 2
+    torch._dynamo.graph_break()
+    return y + 1
+
+
+@pytest.mark.parametrize("policy", ["warn", "error"])
+def test_breaks_of_others_are_no_reason(fake_world: None, policy: str) -> None:
+    """A model that nobody has compiled runs eagerly because of that, whatever else is compiled."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for unit in (*model, model):
+        fully_shard(unit)
+
+    compiled_fsdp.set_fallback(policy)
+    try:
+        torch.compile(breaks, backend="eager")(torch.ones(2, 4))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model(torch.ones(2, 4)).sum().backward()
+        assert not [str(w.message) for w in said if "runs eagerly" in str(w.message)]
+        assert not any(state.unit.why_eager for state in states_below(model))
+    finally:
+        compiled_fsdp.set_fallback("warn")
