@@ -2,8 +2,9 @@
 rank of a timed world (`python -m compiled_fsdp simulate`) whose wire has the same rate. Needs root;
 see `hosts.py`.
 
-The simulated rank is given nothing that was measured: the wire's rate less headers, and one
-latency. It has one core, as each host has, and the same reductions (all-to-all and a sum here).
+The simulated rank is given nothing that was measured over the wire: its rate less headers, one
+latency, and what a byte costs the core, measured between two processes over the loopback. It has
+one core, as each host has, and the same reductions (all-to-all and a sum here).
 Sides whose collectives gloo does by sending more than is needed (stock's reduce-scatter) are left
 out: a timed world sends what a ring sends.
 """
@@ -26,6 +27,7 @@ from gpt import SIZES
 from hosts import WORLD_SIZE, HostsError, rate_name
 from results import Panel, Report, Table, machine, ratio, spread
 from side_by_side import NUM_WARMUP, Comparison, Side
+from torch.multiprocessing.spawn import spawn
 from variants import VARIANTS, Job, legend
 from wire import measure_at
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 SIDES = ("ours", "ours_eager", "ddp_compile")
 # Of a frame of 1514 bytes, as the token bucket counts it: Ethernet, IP and TCP with time stamps.
 PAYLOAD = 1448 / 1514
+LARGE, EXCHANGES = 1 << 23, 8  # elements, and how often they are exchanged
 LATENCY = 1e-4  # seconds until two processes on this machine have exchanged a message by gloo
 GOAL = 0.10
 
@@ -52,17 +55,20 @@ def run(settings: Settings, screen: Screen) -> Report:
     )
     sides = SIDES[1:2] if settings.quick else SIDES
     comparison = Comparison(job, sides, settings.rounds or 3, steps=1 if settings.quick else 3)
+    issue = seconds_of_a_byte()
     found: list[tuple[float, dict[str, Any], dict[str, list[float]]]] = []
     for rate in rates:
         screen.line(f"simulate, {rate_name(rate)}: two hosts")
         measured = measure_at(rate, comparison)
         screen.line(f"simulate, {rate_name(rate)}: one rank")
-        found.append((rate, measured, simulate_at(rate, comparison)))
-    return report(found, comparison)
+        found.append((rate, measured, simulate_at(rate, issue, comparison)))
+    return report(found, comparison, issue)
 
 
 def report(
-    found: list[tuple[float, dict[str, Any], dict[str, list[float]]]], comparison: Comparison
+    found: list[tuple[float, dict[str, Any], dict[str, list[float]]]],
+    comparison: Comparison,
+    issue: float,
 ) -> Report:
     """A row for each rate and side."""
     rows, bars, worst = [], {}, 0.0
@@ -85,7 +91,8 @@ def report(
     facts = [
         machine(),
         f"Measured: two hosts of one core each. Simulated: rank 0 of 2 on one core, a wire of "
-        f"{PAYLOAD:.3f} of the rate (headers) and a latency of {LATENCY * 1e6:g} us.",
+        f"{PAYLOAD:.3f} of the rate (headers) and a latency of {LATENCY * 1e6:g} us, and "
+        f"{issue * 1e9:.2f} ns of the core for each byte that is sent.",
     ]
     notes = [
         f"Largest difference: {worst:.0%} (target: at most {GOAL:.0%} at every rate).",
@@ -100,24 +107,51 @@ def report(
     )
 
 
-def simulate_at(rate: float, comparison: Comparison) -> dict[str, list[float]]:
+def seconds_of_a_byte() -> float:
+    """What a byte that gloo sends, while it receives one, costs a core: the median of a few large
+    exchanges of two processes on this machine.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_exchange, args=(folder,), nprocs=WORLD_SIZE)
+        seconds: list[float] = json.loads((Path(folder) / "seconds.json").read_text())
+        return statistics.median(seconds)
+
+
+def _exchange(rank: int, folder: str) -> None:
+    where = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=WORLD_SIZE)
+    sent = torch.ones(LARGE)
+    received = torch.empty(LARGE)
+    num_bytes = sent.nbytes * (WORLD_SIZE - 1) / WORLD_SIZE
+    seconds = []
+    for _ in range(EXCHANGES):
+        begin = time.process_time()
+        dist.all_to_all_single(received, sent)
+        seconds.append((time.process_time() - begin) / num_bytes)
+    if rank == 0:
+        (Path(folder) / "seconds.json").write_text(json.dumps(seconds[1:]))
+    dist.destroy_process_group()
+
+
+def simulate_at(rate: float, issue: float, comparison: Comparison) -> dict[str, list[float]]:
     """The times of each side's steps, in a process of its own on one core."""
     if not hasattr(os, "sched_setaffinity"):
         raise HostsError("one core for the simulated rank: this system cannot say which")
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "times.json"
-        command = [sys.executable, str(Path(__file__).resolve()), str(rate), comparison.to_json()]
+        command = [sys.executable, str(Path(__file__).resolve()), str(rate), str(issue)]
+        command.append(comparison.to_json())
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         subprocess.run([*command, str(output)], env=environment, check=True)
         times: dict[str, list[float]] = json.loads(output.read_text())
         return times
 
 
-def work(rate: float, comparison: Comparison, output: Path) -> None:
+def work(rate: float, issue: float, comparison: Comparison, output: Path) -> None:
     """In that process: build, warm up and time all sides, taking turns as on two hosts."""
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    wire = Wire("network", rate * 1e9 / 8 * PAYLOAD, LATENCY)
+    wire = Wire("network", rate * 1e9 / 8 * PAYLOAD, LATENCY, issue)
     with forced(reductions="all_to_all"), as_rank(World(WORLD_SIZE, 0, wire, wire)):
         dist.init_process_group("gloo")
         sides = []
@@ -133,4 +167,5 @@ def work(rate: float, comparison: Comparison, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    work(float(sys.argv[1]), Comparison.from_json(sys.argv[2]), Path(sys.argv[3]))
+    rate, issue = map(float, sys.argv[1:3])
+    work(rate, issue, Comparison.from_json(sys.argv[3]), Path(sys.argv[4]))

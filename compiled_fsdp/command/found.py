@@ -136,7 +136,9 @@ class Found:
 def head(rank: int, world: int, ranks_per_node: int, wires: list[Wire]) -> str:
     """Who communicates over what."""
     return f"rank {rank} of {world}, {ranks_per_node} on each node; " + "; ".join(
-        f"{w.name} {w.bandwidth / 1e9:g} GB/s, {w.latency * 1e6:g} us" for w in wires
+        f"{w.name} {w.bandwidth / 1e9:g} GB/s, {w.latency * 1e6:g} us"
+        + (f", {w.issue * 1e9:g} ns of the processor for each byte" if w.issue else "")
+        for w in wires
     )
 
 

@@ -83,7 +83,7 @@ class PublishedCosts(Costs):
         wire = known_wire(group_named(shared_group(group)))
         if wire is None:
             raise RuntimeError(f"the process group {group!r} is in no timed world")
-        return Link(wire.latency, wire.bandwidth)
+        return Link(wire.latency, wire.bandwidth, issue=wire.issue)
 
     def rate(self, node: Node) -> float:
         """By the dtype of what is multiplied."""

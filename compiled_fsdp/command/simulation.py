@@ -51,6 +51,13 @@ def add_simulate(commands: Any, script: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--latency", type=float, metavar="S", help="of a collective; default: 2e-5")
     parser.add_argument(
+        "--issue",
+        type=float,
+        default=0.0,
+        metavar="S/B",
+        help="of the processor for each byte that is sent, as gloo needs it; default: 0",
+    )
+    parser.add_argument(
         "--skip", type=int, default=3, metavar="STEPS", help="first ones, untimed; default: 3"
     )
     parser.add_argument(
@@ -165,8 +172,8 @@ def world_of(options: argparse.Namespace, machine: Machine | None) -> World:
         return World(
             options.world,
             options.rank,
-            Wire("network", network, latency),
-            Wire("link", link, latency),
+            Wire("network", network, latency, options.issue),
+            Wire("link", link, latency, options.issue),
             min(each, options.world) if options.gpus_per_node is None else each,
         )
     except ValueError as error:

@@ -27,6 +27,7 @@ HANDED_ON = (
     "network",
     "link",
     "latency",
+    "issue",
     "skip",
     "tokens",
     "peak_flops",

@@ -210,7 +210,7 @@ def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
     A group of a timed world (`wire/timed.py`) knows its own, and nothing is measured.
     """
     if (wire := known_wire(group)) is not None:
-        return [wire.latency, wire.bandwidth, 0.0, wire.bandwidth, wire.bandwidth, 0.0, 0.0]
+        return [wire.latency, wire.bandwidth, 0.0, wire.bandwidth, wire.bandwidth, 0.0, wire.issue]
     name, size = group.group_name, group.size()
     small = torch.ones(SMALL, dtype=torch.uint8, device=device)
     large = torch.ones(LARGE // 4, device=device)

@@ -19,7 +19,9 @@ FAST = 1e12  # bytes per second
 @contextmanager
 def ranks(size: int, rank: int = 0, *, per_node: int = 1, **wire: float) -> Iterator[World]:
     """A world whose default group is there."""
-    network = Wire("network", wire.get("bandwidth", FAST), wire.get("latency", 0.0))
+    network = Wire(
+        "network", wire.get("bandwidth", FAST), wire.get("latency", 0.0), wire.get("issue", 0.0)
+    )
     world = World(size, rank, network, Wire("link", FAST), per_node)
     with timed_world(world):
         dist.init_process_group("timed", store=dist.HashStore(), rank=rank, world_size=size)

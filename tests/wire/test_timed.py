@@ -46,6 +46,20 @@ def test_a_collective_occupies_the_wire() -> None:
         assert gathered.blocked == 0.0 < scattered.blocked
 
 
+def test_sending_takes_time_of_the_core() -> None:
+    """While the wire is busy; planning knows it."""
+    with ranks(4, bandwidth=3e7, issue=1e-8) as world:
+        mine, everyones = torch.ones(250_000), torch.empty(1_000_000)
+        begin = time.perf_counter()
+        gather = dist.all_gather_into_tensor(everyones, mine, async_op=True)
+        issued = time.perf_counter() - begin
+        gather.wait()
+        waited = time.perf_counter() - begin
+        assert 0.03 <= issued < waited
+        assert world.carried[0].seconds == pytest.approx(0.1)
+        assert world.carried[0].blocked < 0.1 - 0.03 + 1e-3
+
+
 def test_what_is_delivered() -> None:
     """As if every rank held what this one holds."""
     with ranks(4, rank=1) as world:
