@@ -324,6 +324,7 @@ return [None, %add]
                 tempfile.TemporaryDirectory() as folder,
                 mock.patch("compiled_fsdp.dump.writer.LARGE", large),
                 mock.patch("compiled_fsdp.units.unit._unit_numbers", itertools.count()),
+                mock.patch("compiled_fsdp.wire.runs._runs", {}),  # of units of these numbers
             ):
                 trace(fully_shard(nn.Linear(4, 4)), (torch.ones(2, 4),), Path(folder))
                 graphs = [graph for rank in read_folder(Path(folder)) for graph in rank.graphs]
