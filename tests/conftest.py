@@ -5,6 +5,7 @@ communication.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import threading
@@ -24,6 +25,7 @@ from kit.variants import left_out
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compiled_fsdp import Plan, errors, progress, set_plan
+from compiled_fsdp.units import unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +37,7 @@ set_plan(Plan(bucket_bytes=0))  # or the units of small models share collectives
 use_scalar_kernels()
 compile_quickly()
 lower_as_for_a_device()
+unit._unit_numbers = itertools.count(1 << 12)  # graphs that are written by hand have small ones
 os.environ["COMPILED_FSDP_VERIFY"] = (
     "1"  # after every pass, in this process and those that it starts; see `verify_once`
 )
