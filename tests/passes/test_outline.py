@@ -16,6 +16,7 @@ import torch
 from compiled_fsdp.passes.base import Context
 from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
 from compiled_fsdp.passes.copy_columns import copy_columns
+from compiled_fsdp.passes.inline_pointwise import inline_pointwise
 from compiled_fsdp.passes.invariants.messages import divided
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.outline import outline
@@ -424,10 +425,14 @@ class Program:
         ]
 
 
+@pytest.mark.parametrize("inlines", [False, True])
 @pytest.mark.parametrize("start", range(0, 150, 50))
-def test_random_graphs_compute_the_same(start: int) -> None:
-    """Bit for bit, with views and older values handed on; a good part of them calls something."""
-    num_calls = 0
+def test_random_graphs_compute_the_same(start: int, inlines: bool) -> None:
+    """Bit for bit, with views and older values handed on; a good part of them calls something.
+
+    inlines: `inline_pointwise` has come before.
+    """
+    num_calls = num_inlined = 0
     for seed in range(start, start + 50):
         gm = Program(seed).gm
         generator = torch.Generator().manual_seed(seed)
@@ -437,8 +442,14 @@ def test_random_graphs_compute_the_same(start: int) -> None:
             if node.op == "placeholder"
         ]
         expected = Interpreter(gm).run(*copy.deepcopy(inputs))
+        if inlines:
+            num_before = len(gm.graph.nodes)
+            set_context(gm, OUTLINES)
+            inline_pointwise(gm, PLAN)
+            num_inlined += len(gm.graph.nodes) - num_before
         gm = outlined(gm)
         num_calls += len(find(gm.graph, INVOKE))
         for value, other in zip(Interpreter(gm).run(*inputs), expected, strict=True):
             torch.testing.assert_close(value, other, rtol=0, atol=0, msg=f"seed {seed}")
     assert num_calls > 50
+    assert (num_inlined > 5) == inlines
