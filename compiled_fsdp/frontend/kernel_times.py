@@ -26,6 +26,7 @@ from compiled_fsdp.planning.calibrate import DIGITS, calibrate, groups_of
 from compiled_fsdp.planning.costs import Costs, kernel
 from compiled_fsdp.planning.plan import current_plan, use
 from compiled_fsdp.torch_private.dynamo import uncompiled
+from compiled_fsdp.units.tensor_parallel import groups_beside
 
 from .warmup import run_both, sharded_below, without_trace
 
@@ -58,6 +59,7 @@ def measure_kernels(model: nn.Module, *example: Any, **more: Any) -> Costs:
     """
     states = sharded_below(model, "measure_kernels")
     infos = list(dict.fromkeys(flat.mesh_info for state in states for flat in state.unit.flats))
+    beside = [*groups_beside(p for state in states for p in state.unit.params)]
     seen: list[dict[str, list[float]]] = []
     with (
         without_trace(model),
@@ -68,7 +70,7 @@ def measure_kernels(model: nn.Module, *example: Any, **more: Any) -> Costs:
             with Clock(infos[0].device) as clock:
                 run_both(uncompiled(model), example, more, "measure_kernels")
             seen.append(clock.seconds)
-    costs = current_plan().costs or calibrate(infos)
+    costs = current_plan().costs or calibrate(infos, beside)
     if costs is None:
         raise ValueError(
             "measure_kernels: no group of the model's meshes has two ranks, so nothing is "
@@ -79,7 +81,7 @@ def measure_kernels(model: nn.Module, *example: Any, **more: Any) -> Costs:
         key: statistics.median(t for step in seen[1:] for t in step.get(key, ()))
         for key in seen[-1]
     }
-    for group in groups_of(infos).values():
+    for group in [*groups_of(infos).values(), *beside]:
         found = _medians(found, group)
     kernels = tuple((key, float(f"{seconds:.{DIGITS}g}")) for key, seconds in sorted(found.items()))
     costs = replace(costs, kernels=kernels)

@@ -29,6 +29,7 @@ from compiled_fsdp.torch_private.dynamo import (
 )
 from compiled_fsdp.torch_private.modules import plain_name
 from compiled_fsdp.units.assigned import adopt_assigned
+from compiled_fsdp.units.tensor_parallel import groups_beside
 from compiled_fsdp.units.traced_extension import follow_extensions
 from compiled_fsdp.wire.absence import note_goes_on, note_raised
 
@@ -134,7 +135,10 @@ class State:
         self.together = meet(units)
         if self.buffers_from_meta:
             check_buffers(self.unit.modules[0], self.unit, self.buffers_from_meta)
-        calibrate_plan(list(dict.fromkeys(flat.mesh_info for unit in units for flat in unit.flats)))
+        calibrate_plan(
+            list(dict.fromkeys(flat.mesh_info for unit in units for flat in unit.flats)),
+            groups_beside(p for unit in units for p in unit.params),
+        )
         self.is_checked = True
 
     @untraced

@@ -25,7 +25,7 @@ from .costs import Costs, Link
 from .plan import current_plan, use
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 
 REPEATS = 5
@@ -81,9 +81,12 @@ class Mesh(Protocol):
         ...
 
 
-def calibrate(infos: Sequence[Mesh]) -> Costs | None:
-    """Measure and agree; collective over the groups of `infos`. Takes a second or two, less than
-    five on a slow wire.
+def calibrate(infos: Sequence[Mesh], beside: Sequence[dist.ProcessGroup] = ()) -> Costs | None:
+    """Measure and agree; collective over the groups of `infos`, and over those `beside`. Takes a
+    second or two, less than five on a slow wire.
+
+    beside: groups of axes that no parameter is gathered over, but whose ranks run the same graphs
+        (tensor parallelism): they have to agree too, and the links are not measured.
 
     Where repeats scatter, as on a machine that others work on, everything is measured again, and
     the calmest round counts.
@@ -95,7 +98,7 @@ def calibrate(infos: Sequence[Mesh]) -> Costs | None:
         return None
     rounds: list[tuple[float, list[float]]] = []
     while len(rounds) < ROUNDS and (not rounds or rounds[-1][0] > SCATTER):
-        rounds.append(_round(groups, infos[0].device))
+        rounds.append(_round(groups, beside, infos[0].device))
     scatter, measured = min(rounds)
     if scatter > SCATTER:
         warn_once(
@@ -111,7 +114,9 @@ def calibrate(infos: Sequence[Mesh]) -> Costs | None:
     return Costs(flops, bandwidth, overhead, tuple(zip(groups, each, strict=True)))
 
 
-def _round(groups: dict[str, dist.ProcessGroup], device: torch.device) -> tuple[float, list[float]]:
+def _round(
+    groups: dict[str, dist.ProcessGroup], beside: Sequence[dist.ProcessGroup], device: torch.device
+) -> tuple[float, list[float]]:
     """Returns by how much the repeats of one measurement scattered, at most, and all of them, the
     same on every rank.
     """
@@ -120,7 +125,8 @@ def _round(groups: dict[str, dist.ProcessGroup], device: torch.device) -> tuple[
     for group in groups.values():
         measured += _link(group, device)
     measured.append(max(_scatter))
-    for group in groups.values():  # along one axis, then along the other: then all have the same
+    several = [g for g in beside if g.size() > 1 and dist.get_backend(g) != "fake"]
+    for group in [*groups.values(), *several]:  # axis by axis: then all have the same
         *_, most = _everyones(measured, group, device).max(0).values.tolist()
         measured = [*_medians(measured[:-1], group, device), most]
     return measured[-1], measured[:-1]
@@ -136,9 +142,9 @@ def groups_of(infos: Sequence[Mesh]) -> dict[str, dist.ProcessGroup]:
     return found
 
 
-def calibrate_plan(infos: Sequence[Mesh]) -> None:
-    """Complete the current plan with costs, if it needs them and lacks them for one of these
-    groups.
+def calibrate_plan(infos: Sequence[Mesh], beside: Iterable[dist.ProcessGroup] = ()) -> None:
+    """Complete the current plan with costs, if it needs them and lacks them for one of the groups
+    of `infos`; `beside` as for `calibrate`.
     """
     plan = current_plan()
     if not plan.is_from_costs:
@@ -149,7 +155,7 @@ def calibrate_plan(infos: Sequence[Mesh]) -> None:
         for info in infos
         if info.shard_size > 1 and not known(common_name(info.shard_group.group_name))
     ]
-    if new and (costs := calibrate(new)) is not None:
+    if new and (costs := calibrate(new, [*beside])) is not None:
         if plan.costs is not None:
             costs = replace(
                 plan.costs,

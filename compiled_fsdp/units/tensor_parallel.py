@@ -18,6 +18,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from compiled_fsdp.ir.keys import Keys
@@ -33,7 +34,7 @@ from compiled_fsdp.torch_private.dynamo import traced_as_it_is
 from compiled_fsdp.torch_private.groups import name_axes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     from .mesh import MeshInfo, SpmdMesh
+    from .param import ShardedParam
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,16 @@ def full_of(original: Tensor, info: MeshInfo) -> Full | None:
     name_axes(original.device_mesh)
     spmd = info.spmd
     return Full(spec_of(original), spmd.axes((*spmd.shard, *spmd.replicate)) if spmd else ())
+
+
+def groups_beside(params: Iterable[ShardedParam]) -> Iterator[dist.ProcessGroup]:
+    """The groups of all axes of the meshes that these parameters were DTensors on, if they are
+    asked for.
+    """
+    meshes = dict.fromkeys(param.full.spec.mesh for param in params if param.full is not None)
+    for mesh in meshes:
+        for axis in range(mesh.ndim):
+            yield mesh.get_group(axis)
 
 
 _fulls: Keys[Full] = Keys("full")

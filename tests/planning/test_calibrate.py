@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from kit.graphs import captured
 from kit.pool import Pool
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import compiled_fsdp
 from compiled_fsdp import fully_shard
@@ -88,6 +89,50 @@ def both_axes() -> tuple[float, ...]:
         costs.overhead,
         *(x for _, link in costs.links for x in (link.latency, link.bandwidth)),
     )
+
+
+def test_tensor_parallel_ranks_agree(four: Pool) -> None:
+    """Each of two shard groups measures its own link; the graphs of both have the collectives of
+    tensor parallelism, in one order.
+    """
+    assert len(set(four.run(beside_tensor_parallelism))) == 1
+
+
+def beside_tensor_parallelism() -> str:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 6))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    before, original = current_plan(), calibrate._link
+
+    def link(*args: Any) -> list[float]:
+        return [x * (1 + mesh["tp"].get_local_rank()) for x in original(*args)]
+
+    try:
+        set_plan(Plan(prefetch="auto", backward_prefetch="auto", bucket_bytes="auto"))
+        with mock.patch.object(calibrate, "_link", link):
+            call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+            call(torch.ones(2, 6)).sum().backward()
+        return repr(current_plan().costs)
+    finally:
+        set_plan(before)
+
+
+def test_kernels_agree_beside_tensor_parallelism(four: Pool) -> None:
+    assert len(set(four.run(kernels_beside_tensor_parallelism))) == 1
+
+
+def kernels_beside_tensor_parallelism() -> str:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 6))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    before = current_plan()
+    try:
+        set_plan(replace(before, costs=MACHINE))
+        return repr(compiled_fsdp.measure_kernels(model, torch.ones(2, 6)))
+    finally:
+        set_plan(before)
 
 
 MACHINE = Costs(3e10, 8e9, 2e-6, (("0", Link(1e-3, 1e8)),))
