@@ -29,7 +29,9 @@ keep: the unshard is tagged save. So are those that the plan's memory budget has
     (`plan.kept`), and what is cheaply computed from these alone is still tagged recompute: the
     budget has room for the parameter, not for a cast of it too. Without room for a slice
     (`plan.dropped`), slice is gather.
-slice: backward reads a second gather over the small group, of a slice that forward saves.
+slice: backward reads a second gather over the small group, of a slice that forward saves. What
+    activation checkpointing computes again reads the first one: a parameter that it reads is
+    gathered again, as in gather.
 
 Requires: a joint graph in which each parameter is unsharded once. An inference graph is left alone.
 Ensures: under "gather" and "slice" no gathered storage is saved for backward.
@@ -85,12 +87,13 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
         return gm
     by_class: dict[str, list[Node]] = {"gather": [], "keep": [], "slice": []}
     dropped, kept, bought = by_class["gather"], by_class["keep"], []
+    read_again = _read_again(gm, backward)
     for node in find(gm.graph, UNSHARD):
         spec = param_spec(node)
         if (spec.unit, spec.fqn) in plan.kept:
             spec = replace(spec, reshard="keep")
             bought.append(node)
-        elif (spec.unit, spec.fqn) in plan.dropped:
+        elif (spec.unit, spec.fqn) in plan.dropped or node in read_again:
             spec = replace(spec, reshard="gather")
         if spec.reshard != param_spec(node).reshard:
             set_param_spec(node, spec)
@@ -190,6 +193,21 @@ def _keep_slices(sliced: list[Node], gathered: list[Node], backward: set[Node]) 
     for node, copy in copies.items():
         for user in uses[node]:
             user.replace_input_with(node, copy)
+
+
+def _read_again(gm: GraphModule, backward: set[Node]) -> set[Node]:
+    """The unshards whose slices backward would read, but which something also reads that a
+    checkpointing policy wants to be computed again, if only through what is cheaply computed.
+    """
+    unshards = find(gm.graph, UNSHARD)
+    sliced = [node for node in unshards if param_spec(node).reshard == "slice"]
+    chain = {*_chain(sliced, [node for node in unshards if node not in sliced], backward)}
+    found: set[Node] = set()
+    for node in sorted(chain, reverse=True):
+        readers = [user for user in node.users if user not in backward]
+        if any(r in found if r in chain else meta.is_recomputed_by_policy(r) for r in readers):
+            found.add(node)
+    return found.intersection(sliced)
 
 
 def _chain(sliced: list[Node], gathered: list[Node], backward: set[Node]) -> list[Node]:

@@ -210,6 +210,12 @@ def is_saved_by_policy(node: Node) -> bool:
     return node.meta.get(_RECOMPUTE) in wanted
 
 
+def is_recomputed_by_policy(node: Node) -> bool:
+    """Whether a checkpointing policy, or `recompute`, wants this to be computed again."""
+    wanted = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return node.meta.get(_RECOMPUTE) in wanted
+
+
 def makes_sizes(node: Node) -> bool:
     """Whether a node yields sizes that only data decides."""
     return bool(node.meta.get("unbacked_bindings"))

@@ -47,6 +47,11 @@ def looked_up(table: int, is_random: bool = False) -> GraphModule:
     return hand.returns(y, hand(aten.mm.default, dy, hand(aten.permute.default, t, [1, 0])))
 
 
+def find_targets(gm: GraphModule, target: object) -> list[Node]:
+    """The nodes that call this."""
+    return [node for node in gm.graph.nodes if node.target is target]
+
+
 def tags(gm: GraphModule) -> str:
     """Names of the nodes to recompute, to save, and to keep out of forward."""
     kinds = (
@@ -130,6 +135,17 @@ recompute: unshard_slice_default, permute_default_2, permute_default_3
 save: keep_slice_default, mm_default
 backward only: unshard_slice_default, permute_default_2, permute_default_3""",
         )
+
+    def test_a_slice_that_a_checkpoint_would_not_read(self):
+        """The matmul is computed again in backward, of what forward reads."""
+        found = []
+        for spec in (SLICE, GATHER):
+            gm = linear(spec)
+            (reader, _) = find_targets(gm, aten.mm.default)
+            reader.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+            found.append(reshard(gm, PLAN))
+        self.assertEqual(tags(found[0]), tags(found[1]))
+        self.assertEqual(show(found[0].graph), show(found[1].graph))
 
     def test_slice_leaves_what_the_user_returns(self):
         """The output is no part of backward, though it stands behind it."""
