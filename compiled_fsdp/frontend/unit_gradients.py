@@ -26,10 +26,13 @@ LOOK_ONLY = ("type_as", "to", "expand_as", "view_as", "reshape_as")
 
 
 def needs_grad(node: Node) -> bool:
-    """Whether autograd follows what a node of Dynamo's graph yields."""
+    """Whether autograd follows what a node of Dynamo's graph yields; a mesh, and whatever else is
+    no tensor, it does not.
+    """
     values = traced_value(node)
     return any(
-        value.requires_grad for value in (values if isinstance(values, list | tuple) else [values])
+        isinstance(value, torch.Tensor) and value.requires_grad
+        for value in (values if isinstance(values, list | tuple) else [values])
     )
 
 
