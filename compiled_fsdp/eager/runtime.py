@@ -181,6 +181,8 @@ class Runtime(FullParams):
 
     def _note_forward(self) -> None:
         tree = self.tree
+        if self.unit.is_outermost:  # no forward need come after this one
+            tree.last_forward = None
         if tree.last_forward is not None and tree.last_forward is not self:
             tree.next_forward[tree.last_forward] = self
         tree.last_forward = self
@@ -422,15 +424,23 @@ class Runtime(FullParams):
 
     def drop_left_over(self) -> bool:
         """Before a compiled call: graphs gather for themselves, and do not see what is written to
-        full parameters that an eager forward has left registered. Gradients drop those of others.
+        full parameters that are registered: an eager forward has left them, or `unshard()`.
+        Gradients drop those of others.
 
         Returns whether there were any.
         """
         is_idle = not self.is_in_forward and self not in self.tree.backward
-        is_dropped = self.is_left_over and is_idle and self._is_frozen()
+        is_frozen = self._is_frozen()
+        is_dropped = is_idle and (is_frozen if self.is_left_over else self._is_opened(is_frozen))
         if is_dropped:
             self.reshard()
         return is_dropped
+
+    def _is_opened(self, is_frozen: bool) -> bool:
+        """Whether `unshard()` gathered the unit, which graphs gather too, and no gradient comes."""
+        stays = not self.unit.settings.reshard_after_backward or self in self.tree.transformed
+        is_for_graphs = self.unit.key in TRACED and not stays
+        return self.is_unsharded and is_for_graphs and (is_frozen or not torch.is_grad_enabled())
 
     def reset(self) -> None:
         """Back to rest after an exception; gradients that a failed backward has not reduced are

@@ -13,9 +13,11 @@ from unittest import mock
 import pytest
 import torch
 from kit.harness import mesh_of, train
+from kit.offload import Late, beside_host
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from compiled_fsdp import fully_shard
+from compiled_fsdp import CPUOffloadPolicy, fully_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -233,3 +235,46 @@ def lost() -> None:
             model(torch.ones(2, 4)).sum().backward()
         said = [str(w.message) for w in caught if "is written to in place" in str(w.message)]
         assert bool(said) is (kind is Halving), said
+
+
+def test_what_unshard_gathered_is_dropped_by_compiled_calls(two: Pool) -> None:
+    """As an eager forward does: graphs gather for themselves, and writes to it are lost."""
+    two.run(unsharded_before_compiled)
+
+
+def unsharded_before_compiled() -> None:
+    torch.manual_seed(0)
+    model = net()
+    model[0].requires_grad_(requires_grad=False)
+    shard(model, model[0], model[2])
+    call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+    x = torch.ones(2, 4)
+    expected = call(x)
+    expected.sum().backward()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for is_trained in (True, False):
+            model[0].unshard()
+            with torch.no_grad():
+                model[0].weight.mul_(2.0)
+            with torch.set_grad_enabled(is_trained):
+                found = call(x)
+            assert torch.equal(found, expected)
+            assert isinstance(model[0].weight, DTensor)
+    assert any("is written to in place" in str(each.message) for each in said)
+
+
+def test_no_copy_for_a_forward_that_may_not_come(two: Pool) -> None:
+    """Behind several forwards without a backward nothing is under way from the host."""
+    two.run(copies_after_forwards)
+
+
+def copies_after_forwards() -> None:
+    model = net()
+    with beside_host() as copies, torch.no_grad():
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh_of("1d"), offload_policy=CPUOffloadPolicy())
+        for _ in range(3):
+            model(torch.ones(2, 4))
+            assert not Late.under_way
+    assert copies.num_begun == 3 * 2
