@@ -30,6 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--size", type=int, default=0, help="features of a program")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds of a program")
     parser.add_argument("--only", default="", help="pairs with one of these features, by comma")
     parser.add_argument("--without", default="", help="but none of these")
     parser.add_argument("--run", default="", help="one program, by comma")
@@ -49,9 +50,9 @@ def main() -> None:
     pools = {2: Pool(2), 4: Pool(4)}
     try:
         if options.run:
-            print(Judge(pools)(frozenset(options.run.split(","))))
+            print(Judge(pools, options.limit)(frozenset(options.run.split(","))))
         else:
-            _cover(options, Judge(pools))
+            _cover(options, Judge(pools, options.limit))
     finally:
         for pool in pools.values():
             pool.close()

@@ -101,7 +101,10 @@ FEATURES: dict[str, Feature] = {
     "tied": Feature("weights", {"weights": "tied"}, without=FLAT),
     "frozen": Feature("weights", {"weights": "frozen"}),
     "unused": Feature("weights", {"weights": "unused"}),
-    "extension": Feature("weights", {"weights": "extension"}, without=(*FLAT, "tp")),
+    # Of the subclass in `kit.extensions`, which is cut by rows and has no ops on lists.
+    "extension": Feature(
+        "weights", {"weights": "extension"}, without=(*FLAT, "tp", "other_dim", "foreach")
+    ),
     "checkpointed": Feature("calls", {"calls": "checkpointed"}),
     "twice": Feature("calls", {"calls": "twice"}),
     "meta": Feature("made", {"is_meta": True}, without=(*FLAT, "extension")),
@@ -116,7 +119,9 @@ FEATURES: dict[str, Feature] = {
     "bf16_reduced": Feature("precision", {"precision": "bf16_reduced"}),
     "cpu_offload": Feature("offload", {"offloads": True, "is_apart": True}),
     "other_dim": Feature("placement", {"dim": 1}, without=FLAT),
-    "ignored": Feature("ignored", {"ignores": True}),
+    # Its gradient is this rank's alone, so that norms would differ. And torch computes with no
+    # plain tensor beside DTensors in a list, nor with two dtypes in a layer.
+    "ignored": Feature("ignored", {"ignores": True}, without=("clip", "scaler", "foreach", "bf16")),
     "list_units": Feature("units", {"units": "list"}, without=FLAT),
     "one_unit": Feature("units", {"units": "one"}),
     "prefetch_lists": Feature("setter", {"setter": "prefetch_lists"}, without=(*FLAT, "units")),

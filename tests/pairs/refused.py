@@ -7,7 +7,6 @@ _CODED = "uses CPU offload beside an accelerator, which is not supported with it
 _EXTENSION = "uses all-gather extensions of tensor subclasses (fsdp_pre_all_gather), which is not"
 _FLAT = "flat parameters of FullyShardedDataParallel are not supported yet. Use fully_shard"
 _OVERLAPS = "overlaps (overlap_optimizer), so that it steps units while gradients of others are"
-_PLAIN = "which no unit has and which are plain tensors"
 
 _ROWS = {
     "checksums extension": _EXTENSION,
@@ -20,14 +19,12 @@ _ROWS = {
     "cpu_offload gather_int8": _CODED,
     "cpu_offload reduce_int8": _CODED,
     "both_fp8 cpu_offload": _CODED,
+    "checksums cpu_offload": _CODED,
     "checksums reduce_scatter": "so gradients are exchanged and added where they arrive",
     "reduce_int8 reduce_scatter": "so they are exchanged and added where they arrive",
     "both_fp8 reduce_scatter": "so they are exchanged and added where they arrive",
     "checksums overlap": _OVERLAPS,
     "checksums in_backward": _OVERLAPS,
-    "clip compile_step ignored": _PLAIN,
-    "compile_step ignored scaler": _PLAIN,
-    "compile_step ignored overflow": _PLAIN,
     "in_backward muon": "not supported inside backward. Leave out in_backward=True",
     "muon tp": "a matrix should be cut by Shard over one axis of the mesh",
     **{

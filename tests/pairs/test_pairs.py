@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 NUM_PROGRAMS = 4
 # What was at fault, smallest first.
 MENDED = (
+    ("checkpointed", "reshard_int"),
     ("checkpointed", "stay_gathered"),
+    ("regions_named", "tp"),
     ("state_dict", "states"),
 )
 

@@ -155,6 +155,9 @@ class Run:
             for each in self.optimizers
             if setting.has_schedule
         ]
+        if self.is_ours and setting.loop == "compiled_optimizer":
+            for optimizer in self.optimizers:  # behind schedules, which want a method to wrap
+                optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
         self.call = self._compiled()
 
     # -- made
@@ -261,9 +264,6 @@ class Run:
         if self.is_ours and self.setting.loop in ("overlap", "in_backward"):
             more = {"in_backward": True} if self.setting.loop == "in_backward" else {}
             overlap_optimizer(self.model, made[-1], **more)
-        if self.is_ours and self.setting.loop == "compiled_optimizer":
-            for optimizer in made:
-                optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
         return made
 
     def _compiled(self) -> Callable[..., Any]:
@@ -293,7 +293,8 @@ class Run:
         if setting.compiles == "function":
             return torch.compile(lambda *batches: loss_fn(model, *batches), **options)
         if setting.compiles == "blocks":
-            for block in _blocks_of(model):
+            wrapped = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
+            for block in wrapped[1:] or _blocks_of(model):
                 block.compile(**options)
             return functools.partial(loss_fn, model)
         return functools.partial(loss_fn, torch.compile(model, **options))
@@ -309,6 +310,9 @@ class Run:
             if self.setting.between == "evaluation":
                 self.losses.append(self._evaluated(50 + i))
         self.losses.append(self._evaluated(49))
+        for module in self.model.modules() if self.setting.setter == "unshard" else ():
+            if self.is_ours and hasattr(module, "reshard"):  # a function's graph leaves them
+                module.reshard()
 
     def _batches(self, i: int) -> list[Tensor]:
         """Of a step; different for each rank that has data of its own."""
@@ -366,6 +370,8 @@ class Run:
                 self.scaler.unscale_(optimizer)
             if self.is_ours and setting.is_fsdp1:
                 self.model.clip_grad_norm_(setting.clip)
+            elif self.is_ours and setting.mesh == "tp":
+                _clip_over_meshes([*self.model.parameters()], setting.clip)
             else:
                 nn.utils.clip_grad_norm_(self.model.parameters(), setting.clip)
         for optimizer in self.optimizers:
@@ -393,8 +399,9 @@ class Run:
         """What happens between two steps."""
         between = self.setting.between
         if self.is_ours and self.setting.setter == "unshard":
-            for unit in (*_blocks_of(self.model)[:2], self.model):
-                unit.unshard()
+            for module in (*_blocks_of(self.model)[:2], self.model):
+                if hasattr(module, "unshard"):
+                    module.unshard()
         if between == "freezing" and i in (MIDDLE, MIDDLE + 1):
             for p in _blocks_of(self.model)[1].parameters():
                 p.requires_grad_(i != MIDDLE)
@@ -404,7 +411,7 @@ class Run:
             values = copy.deepcopy({k: v.clone() for k, v in self.model.state_dict().items()})
             at_rest = self._at_rest()
             states = [copy.deepcopy(each.state_dict()) for each in self.optimizers]
-            self._step(90)
+            self._step_that_is_lost()
             self.model.load_state_dict(values)
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
@@ -426,8 +433,9 @@ class Run:
         model, optimizers = self.model, self.optimizers
         values, states = get_state_dict(model, optimizers)
         dcp.save({"model": values, "optimizer": states}, checkpoint_id=self.folder)
-        self._step(90)
+        self._step_that_is_lost()
         values, states = get_state_dict(model, optimizers)
+        torch.serialization.add_safe_globals([Quantised])
         into = {"model": values, "optimizer": states}
         dcp.load(into, checkpoint_id=self.folder)
         set_state_dict(
@@ -436,6 +444,13 @@ class Run:
             model_state_dict=into["model"],
             optim_state_dict=into["optimizer"],
         )
+
+    def _step_that_is_lost(self) -> None:
+        """What is loaded behind it has no schedules."""
+        before = [copy.deepcopy(each.state_dict()) for each in self.schedules]
+        self._step(90)
+        for schedule, state in zip(self.schedules, before, strict=True):
+            schedule.load_state_dict(state)
 
     # -- what came of it
 
@@ -461,6 +476,15 @@ class Run:
 
 def _sgd(params: list[Any], *, foreach: bool = False) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=foreach)
+
+
+def _clip_over_meshes(params: list[Any], max_norm: float) -> None:
+    """`clip_grad_norm_`, which wants all parameters on one mesh, where the head is not on that of
+    the blocks.
+    """
+    norms = [whole(torch.linalg.vector_norm(p.grad)) for p in params if p.grad is not None]
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    nn.utils.clip_grads_with_norm_(params, max_norm, total, foreach=False)
 
 
 def _other_dim(p: nn.Parameter) -> Shard | None:
