@@ -175,10 +175,14 @@ class Capturable:
             return "it has capturable=False"
         if group.get("differentiable"):
             return "it has differentiable=True"
-        dtype = local_tensor(group["params"][0]).dtype
-        alone = torch.nn.Parameter(torch.zeros(2, dtype=dtype, device=self._device))
+        param = group["params"][0]
+        shape = (2,) if param.ndim else ()
+        dtype = local_tensor(param).dtype
+        alone = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=self._device))
         alone.grad = torch.zeros_like(alone)
         state: dict[Any, dict[str, Any]] = defaultdict(dict)
+        if made := optimizer.state.get(param):
+            state[alone] = {name: _like(each, param, alone) for name, each in made.items()}
         step_alone(optimizer, {**group, "params": [alone]}, state, **TOLD)
         before = {name: _value(each) for name, each in state[alone].items()}
         try:
@@ -214,6 +218,17 @@ def signature(units: Sequence[Unit], optimizers: Optimizers) -> Signature:
                 for name, value in state.items():
                     found[name, of, id(param)] = _value(value)
     return found
+
+
+def _like(value: object, param: Tensor, alone: Tensor) -> object:
+    """What is remembered of a parameter, for the one that is stepped alone. Adagrad's constructor
+    makes it on torch 2.11, and no step does.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == param.shape:
+        return torch.zeros_like(alone, dtype=value.dtype)
+    return local_tensor(value).clone()
 
 
 def _held(units: Sequence[Unit]) -> list[tuple[ShardedParam, nn.Parameter]]:

@@ -69,14 +69,15 @@ def asked() -> Iterator[list[bool]]:
     update = updater.incremental_update
 
     def compared(self: Any) -> int:
-        before = [(node, node.meta.get("val")) for node in self.gm.graph.nodes]
+        gm = self.fsdp_of
+        before = [(node, node.meta.get("val")) for node in gm.graph.nodes]
         number: int = update(self)
         same = all(node.meta.get("val") is value for node, value in before)
-        is_left_out = number == 0 and same and len(before) == len(self.gm.graph.nodes)
+        is_left_out = number == 0 and same and len(before) == len(gm.graph.nodes)
         if is_left_out:
-            expected = looks(self.gm)
+            expected = looks(gm)
             update.__wrapped__(self)
-            assert looks(self.gm) == expected
+            assert looks(gm) == expected
             for node, value in before:
                 node.meta.pop("val", None)
                 node.meta |= {} if value is None else {"val": value}

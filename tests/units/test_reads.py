@@ -94,7 +94,9 @@ def test_a_read_costs_few_guards(fake_world: None):
     assert fields == {"is_plain", "key", "flat"}
     assert len(of_bias) <= 12, "\n".join(of_bias)
     assert "spec_" in tree
-    assert tree.count("\n") < 620, tree.count("\n")
+    # what a class has not is looked up by torch alone: torch 2.11 asks all bases of each
+    others = [line for line in tree.splitlines() if "dict(type(" not in line]
+    assert len(others) < 560, len(others)
 
 
 def test_specs_are_named_by_their_content(fake_world: None):
