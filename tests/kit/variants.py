@@ -419,10 +419,6 @@ VARIANTS = {
             "cpu_offload+gather_int8": ("cpu_offload+reduce_int8", "both_fp8+cpu_offload"),
             "reduce_int8+reduce_scatter": ("both_fp8+reduce_scatter",),
             "checksums+overlap": ("checksums+in_backward",),
-            "clip+compile_step+ignored": (
-                "compile_step+ignored+scaler",
-                "compile_step+ignored+overflow",
-            ),
             "fsdp1+overlap": (
                 "fsdp1+in_backward",
                 "fsdp1_flat+overlap",
