@@ -13,12 +13,14 @@ import bench
 import budget
 import compile as compile_bench
 import depth
+import gpu
 import pytest
 import results
 import side_by_side
 import simulated
 import step_time
 from results import Panel, Report, Table
+from screen import Screen
 from side_by_side import Comparison
 from variants import SWEEP, VARIANTS, Job, with_floors
 
@@ -81,16 +83,43 @@ class TestBenchmarks(unittest.TestCase):
         two hosts need root.
         """
         comparison = Comparison(Job(bench.wire.SIZES["tiny"], 2, 8), ("ours_eager",), 1, 2)
-        times = simulated.simulate_at(0.01, comparison)["ours_eager"]
+        times = simulated.simulate_at(0.01, 1e-9, comparison)["ours_eager"]
         self.assertEqual(len(times), 2)
         sent = 2 * 60_000 * 4 / 2  # at least: all parameters, gathered and reduced
         self.assertGreater(min(times), sent / (0.01 * 1e9 / 8))
         measured = {"variants": {"ours_eager": {"times": [min(times) / 2] * 2}}}
-        found = simulated.report([(0.01, measured, {"ours_eager": times[:1] * 2})], comparison)
+        simulated_ = {"ours_eager": times[:1] * 2}
+        found = simulated.report([(0.01, measured, simulated_)], comparison, 1e-9)
         ((row,),) = [table.rows for table in found.tables]
         self.assertEqual(row[0], "0.01 Gbit/s, ours_eager")
         self.assertEqual(row[-1], f"{2 * times[0] / min(times):.2f}")
         self.assertIn("(target: at most 10% at every rate)", found.notes[0])
+
+    def test_ways_on_one_device(self):
+        """Ratios are to the floor and to stock over the same wire; what has failed is said."""
+        ways = {
+            name: gpu.Way(name, wires=(1e9,)) for name in ("local", "stock", "ours", "ours_fp8")
+        }
+        found = [gpu.Found(way) for way in ways.values()]
+        for each, seconds in zip(found, (0.1, 0.4, 0.2), strict=False):
+            each.times[1e9] = [{"seconds": seconds, "host": 0.01}] * 3
+            each.last = {"peak": 2**30, "reserved": 2**31, "at_rest": 0, "predicted_peak": 2**30}
+        found[-1].error = "out of memory"
+        made = gpu.report(found)
+        (table,) = made.tables
+        rows = {row[0]: row for row in table.rows}
+        self.assertEqual(list(rows), ["local", "stock", "ours"])
+        self.assertEqual(rows["ours"][3:9], ["2.00", "0.50", "10.0", "1.00", "2.00", "1.00"])
+        self.assertIn("ours_fp8_1b_64: failed.", made.notes)
+        # 1107 M parameters, gathered twice as bf16 but for the embedding, and reduced as fp32
+        self.assertIn("The wire alone needs 8588.4 ms", table.facts[-1])
+
+    def test_a_way_that_ends_is_left_out(self):
+        screen = Screen(1)
+        ways = (gpu.Way("local", size="no size"),)
+        (found,) = gpu.measure([ways], screen, "cpu")
+        self.assertIn("invalid choice: 'no size'", found.error)
+        self.assertEqual(found.times, {})
 
     def test_a_comparison_survives_the_command_line(self):
         job = Job(bench.wire.SIZES["tiny"], batch=2, length=8)
