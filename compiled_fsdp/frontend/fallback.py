@@ -59,9 +59,11 @@ def may_not_fall_back() -> bool:
 ON_DATA = ("Data dependent operator", "Dynamic shape operator", "Tensor.item()")
 
 
-def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> bool:
+def note_eager_unit(unit: Unit, neighbours: Iterable[Unit], *, is_refused: bool) -> bool:
     """A unit's hook runs outside a graph: if something compiled has called it, and Dynamo broke a
     graph since the last call, that is why. Returns whether it did.
+
+    is_refused: of a module that Dynamo traces no call of; `note_refused` says it.
     """
     global _last_seen
     reasons = dynamo.graph_break_reasons
@@ -83,6 +85,8 @@ def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> bool:
             found = next(
                 filter(None, ([u for u in neighbours if _contains(u, f)] for f in frames)), [unit]
             )
+        if is_refused and not frames:
+            continue
         names = [u.name for u in found]
         why = " ".join(line.strip() for line in entry.reason.strip().splitlines()[:2])
         for broken in found:

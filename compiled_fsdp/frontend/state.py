@@ -145,10 +145,11 @@ class State:
     def note_eager(self) -> None:
         """The unit runs outside a graph: say why, if Dynamo gave one up."""
         units = [runtime.unit for runtime in self.runtime.tree.in_order()]
-        if note_eager_unit(self.unit, units):
+        refused = self.is_call_compiled and is_refused(self.unit.modules[0])
+        if note_eager_unit(self.unit, units, is_refused=refused):
             for runtime in (*self.runtime.lenders, self.runtime):  # whichever is gathered first
                 runtime.asks_anew = True
-        if self.is_call_compiled and is_refused(self.unit.modules[0]):
+        if refused:
             note_refused(self.unit)
         elif self.is_call_compiled and not any(r.unit.why_eager for r in self.runtime.tree.members):
             note_skipped(self.unit)
