@@ -163,21 +163,22 @@ def run(settings: Settings, screen: Screen) -> Report:
     if settings.quick:
         quick = " ".join(VARIANTS) if has_device else "local ours_whole"
         batches = [_ways(quick, size="tiny", wires=(SLOW,))]
-    return report(measure(batches, screen, "cuda" if has_device else "cpu"))
+    folder = Path(__file__).resolve().parent.parent / "out" / "gpu"
+    return report(measure(batches, screen, "cuda" if has_device else "cpu", folder))
 
 
 def measure(
-    batches: Sequence[Sequence[Way]], screen: Screen, device: str, raw: Path | None = None
+    batches: Sequence[Sequence[Way]], screen: Screen, device: str, folder: Path
 ) -> list[Found]:
-    """What each way of each batch has answered; written to `raw` behind each batch, with traces
-    beside it.
+    """What each way of each batch has answered. It is written to `raw.json` in the folder behind
+    each batch, beside a trace of each way.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     found: list[Found] = []
     for batch in batches:
         screen.line(f"gpu: {', '.join(way.name for way in batch)}")
-        found += _together(batch, screen, device, raw)
-        if raw is not None:
-            raw.write_text(json.dumps([asdict(each) for each in found]))
+        found += _together(batch, screen, device, folder)
+        (folder / "raw.json").write_text(json.dumps([asdict(each) for each in found]))
     return found
 
 
@@ -280,7 +281,7 @@ def _on_the_wire(config: LlamaConfig, world: int, wire: float, gathers: int) -> 
     return (2 * gathered + 4 * numel) * (world - 1) / world / wire
 
 
-def _together(batch: Sequence[Way], screen: Screen, device: str, raw: Path | None) -> list[Found]:
+def _together(batch: Sequence[Way], screen: Screen, device: str, folder: Path) -> list[Found]:
     with ExitStack() as stack:
         processes = Processes(batch, screen, device, stack)
         for wire in dict.fromkeys(wire for way in batch for wire in way.wires):
@@ -288,8 +289,7 @@ def _together(batch: Sequence[Way], screen: Screen, device: str, raw: Path | Non
             for _ in range(ROUNDS):
                 for way, answer in processes.ask(over, f"time {wire} {STEPS}"):
                     processes.found[way].times.setdefault(wire, []).append(answer)
-        if raw is not None:
-            list(processes.ask(batch, "trace {}", raw.parent))
+        list(processes.ask(batch, "trace {}", folder))
         for way, answer in processes.ask(batch, "end"):
             processes.found[way].last = answer
         return list(processes.found.values())

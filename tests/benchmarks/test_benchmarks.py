@@ -117,7 +117,9 @@ class TestBenchmarks(unittest.TestCase):
     def test_a_way_that_ends_is_left_out(self):
         screen = Screen(1)
         ways = (gpu.Way("local", size="no size"),)
-        (found,) = gpu.measure([ways], screen, "cpu")
+        with TemporaryDirectory() as folder:
+            (found,) = gpu.measure([ways], screen, "cpu", Path(folder) / "gpu")
+            self.assertIn("no size", (Path(folder) / "gpu" / "raw.json").read_text())
         self.assertIn("invalid choice: 'no size'", found.error)
         self.assertEqual(found.times, {})
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from kit.graphs import captured
 from kit.pool import Pool
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import compiled_fsdp
@@ -98,11 +99,17 @@ def test_tensor_parallel_ranks_agree(four: Pool) -> None:
     assert len(set(four.run(beside_tensor_parallelism))) == 1
 
 
-def beside_tensor_parallelism() -> str:
+def tensor_parallel() -> tuple[torch.nn.Module, DeviceMesh]:
+    """Two linear layers, sharded over one axis and split over the other."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 6))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
+    return model, mesh
+
+
+def beside_tensor_parallelism() -> str:
+    model, mesh = tensor_parallel()
     before, original = current_plan(), calibrate._link
 
     def link(*args: Any) -> list[float]:
@@ -123,10 +130,7 @@ def test_kernels_agree_beside_tensor_parallelism(four: Pool) -> None:
 
 
 def kernels_beside_tensor_parallelism() -> str:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 6))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
+    model, _ = tensor_parallel()
     before = current_plan()
     try:
         set_plan(replace(before, costs=MACHINE))
