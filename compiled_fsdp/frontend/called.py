@@ -90,10 +90,47 @@ watch_calls(Called.__call__.__code__)
 never_traced_alone(Called.__call__)
 
 
+def call_method(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call what gathers and frees as the module's forward does, with what is done around each call
+    of the module; inside a call of it, that one has done so, and frees at its end.
+
+    Traced, it is part of a larger function.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        _before_method_in_trace(module._fsdp_key)
+        for parameter in module._fsdp_watched:
+            parameter.requires_grad  # noqa: B018  # the graph guards on it
+        return method(args, kwargs)
+    if _is_under_way(module):
+        under_way = _begin(module)
+        try:
+            return method(args, kwargs)
+        finally:
+            under_way.pop()
+    _before_method(module)
+    under_way = _begin(module)
+    try:
+        return method(args, kwargs)
+    except Exception as error:
+        _after_error(module, error)
+        raise
+    finally:
+        under_way.pop()
+        _after_call(module)
+
+
+never_traced_alone(call_method)
+
+
 @untraced
 def _before_call(module: Any, is_compiled: bool) -> Callable[..., Any]:
     module._fsdp_before_call(is_compiled=is_compiled)
     return call_of(module)
+
+
+@untraced
+def _before_method(module: Any) -> None:
+    module._fsdp_before_call(is_compiled=False)
 
 
 @untraced
@@ -102,6 +139,11 @@ def _begin(module: Any) -> list[Any]:
     under_way: list[Any] = module._fsdp_runtime().under_way
     under_way.append(module)
     return under_way
+
+
+@untraced
+def _is_under_way(module: Any) -> bool:
+    return any(called is module for called in module._fsdp_runtime().under_way)
 
 
 @untraced
@@ -118,3 +160,12 @@ def _after_call(module: Any) -> None:
 def _before_trace(key: str) -> None:
     module: Any = module_by_key(key)
     module._fsdp_before_trace()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _before_method_in_trace(key: str) -> None:
+    module: Any = module_by_key(key)
+    if _is_under_way(module):
+        module.__dict__.setdefault("_fsdp_watched", [])
+    else:
+        module._fsdp_before_trace()

@@ -81,7 +81,8 @@ class State:
         self.stock = StockState(self.runtime)
         self.is_checked = self.is_use_checked = self.is_call_compiled = False
         self.num_looked = 0
-        self.reading: list[list[FlatBuffer]] = []  # of the calls that are under way
+        # Of the calls that are under way: what graphs read, and `is_call_compiled` around it.
+        self.reading: list[tuple[list[FlatBuffer], bool]] = []
         self.together: Together | None = None
         self.buffers_from_meta: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         follow(unit)
@@ -199,7 +200,7 @@ class State:
         is_traced: into a larger graph, which is not called yet; otherwise the call begins outside
             any graph.
         """
-        self.is_call_compiled = is_compiled
+        around, self.is_call_compiled = self.is_call_compiled, is_compiled
         tree = self.runtime.tree
         note_goes_on()
         tree.recover()
@@ -228,7 +229,7 @@ class State:
             _say_if_backward_is_traced(self.unit)
             prepare(called)
         if not is_traced:
-            self.reading.append(read)
+            self.reading.append((read, around))
 
     def _note_reads(self, called: Iterable[Runtime], *, is_compiled: bool) -> list[FlatBuffer]:
         """Another forward begins, or a graph of one: what is read now is what backward is about.
@@ -245,7 +246,8 @@ class State:
 
     def end_call(self) -> None:
         """A call that began outside of any graph has ended."""
-        for flat in self.reading.pop():
+        read, self.is_call_compiled = self.reading.pop()
+        for flat in read:
             flat.end_read()
 
     def after_error(self, error: Exception) -> None:

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 from compiled_fsdp.eager.finalization import GradientReductionHandle
 from compiled_fsdp.frontend.arguments import check_bool
 from compiled_fsdp.frontend.beside_stock import NotInsideTheWrapper
-from compiled_fsdp.frontend.called import Called
+from compiled_fsdp.frontend.called import Called, call_method
+from compiled_fsdp.frontend.entry import own_copy
 from compiled_fsdp.frontend.quantizing import check_supported
 from compiled_fsdp.frontend.state import get_state, states_below
 from compiled_fsdp.torch_private.dynamo import untraced
@@ -196,12 +197,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module)} does not have a method {method_name}")
     method = getattr(module, method_name)
 
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def gathered(args: Any, kwargs: Any) -> Any:
         args, kwargs = state.pre_forward(module, args, kwargs)
         return state.post_forward(module, args, method(*args, **kwargs))
 
-    setattr(module, method_name, wrapped)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return call_method(module, gathered, args, kwargs)
+
+    setattr(module, method_name, functools.wraps(method)(own_copy(wrapped, module)))
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
