@@ -110,6 +110,10 @@ class Finalization:
         that to the user.
         """
         tree = self.tree
+        for runtime in [r for r in tree.in_order() if r not in tree.backward]:
+            if runtime.has_full_gradients():  # by another way than its outputs, as by an attribute
+                tree.backward.setdefault(runtime)
+                runtime.was_reached, runtime.gave_zeros, tree.delivers = True, False, True
         self.reached.update(tree.backward)
         self.used.update(tree.used)
         self.delivered |= tree.delivers

@@ -11,7 +11,6 @@ What is gathered, and how: `full_params.py`. In which order units follow each ot
 from __future__ import annotations
 
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,7 @@ from compiled_fsdp.wire.ops import TRACED
 from . import reductions, transformed
 from .emptied import say_hooked_inputs, say_what_is_emptied
 from .full_params import NUM_LOOKED, WHO, FullParams, span
-from .tree import Tree, in_backward, log, map_tensors
+from .tree import Tree, in_backward, log, tensors_in
 from .watch import watch_inputs, watch_leaves, watch_output
 from .whose_gradients import say_after_backward, say_after_forward
 
@@ -236,7 +235,9 @@ class Runtime(FullParams):
     def _watch_outputs(self, output: Any) -> Any:
         if torch.is_grad_enabled() and not in_backward():
             self.tree.used.setdefault(self)
-            map_tensors(partial(watch_output, self), output)
+            watched = [watch_output(self, tensor) for tensor in tensors_in(output)]
+            if self.unit.is_outermost and not any(tensor.requires_grad for tensor in watched):
+                self.watch_leaves()  # a loss left on a module, or in a function
         return output
 
     def end_failed_forward(self) -> None:
@@ -404,6 +405,12 @@ class Runtime(FullParams):
             if p.unsharded is not None and p.unsharded.requires_grad
         )
         return any(map(accumulates, trained))
+
+    def has_full_gradients(self) -> bool:
+        """Whether a backward has left gradients on full parameters."""
+        return any(
+            p.unsharded is not None and p.unsharded.grad is not None for p in self.unit.params
+        )
 
     # -- at rest
 

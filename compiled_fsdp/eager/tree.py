@@ -16,11 +16,12 @@ import logging
 import weakref
 from collections import deque
 from dataclasses import fields, is_dataclass, replace
+from types import FunctionType, ModuleType, NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from compiled_fsdp.torch_private.autograd import backward_number
 from compiled_fsdp.torch_private.dynamo import untraced
@@ -32,7 +33,7 @@ from .finalization import Finalization
 from .resident import num_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
@@ -305,3 +306,42 @@ def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any) -> Any:
         name: new for name, old in fields_.items() if (new := map_tensors(fn, old)) is not old
     }
     return replace(leaf, **changed) if changed else leaf
+
+
+MOST_LOOKED_AT = 1000  # objects of one output that are no containers
+HOLDS_NONE = (NoneType, int, float, str, bytes, type, ModuleType, FunctionType, nn.Module)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors inside containers, and inside objects that hold them: what a forward returns may
+    be a distribution, a class of the user's, or a dict of one.
+    """
+    seen: dict[int, Any] = {}  # with what has the identity, which else another may get
+    num_objects = 0
+    left = [value]
+    while left:
+        found = left.pop()
+        if isinstance(found, Tensor):
+            yield found
+        elif not isinstance(found, HOLDS_NONE) and id(found) not in seen:
+            seen[id(found)] = found
+            if (held := _held_by_container(found)) is None:
+                num_objects += 1
+                held = _held_by_object(found) if num_objects <= MOST_LOOKED_AT else ()
+            left += held
+
+
+def _held_by_container(value: Any) -> Iterable[Any] | None:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    leaves = tree_leaves(value)
+    return None if len(leaves) == 1 and leaves[0] is value else leaves
+
+
+def _held_by_object(value: Any) -> Iterable[Any]:
+    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
+    held = [getattr(value, name, None) for name in names if not name.startswith("__")]
+    return [*held, *getattr(value, "__dict__", {}).values()]

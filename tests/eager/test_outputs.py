@@ -1,0 +1,167 @@
+"""How what a loss is computed from leaves a forward: in whatever container or object, or past the
+outputs. Units are gathered for backward, and their gradients reduced, all the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from kit.beside import WIDTH, Net, Side, beside
+from torch import Tensor, nn
+from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
+from torch.nn.utils.rnn import PackedSequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kit.pool import Pool
+
+
+class Plain:
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class Slotted:
+    __slots__ = ("missing", "y")
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class OwnDict(dict[str, Any]):
+    pass
+
+
+class OwnList(list[Any]):
+    pass
+
+
+@dataclass
+class Output:
+    y: Tensor
+    past: Any = None
+
+
+Pair = namedtuple("Pair", "y z")
+
+
+class OwnPair(Pair):
+    pass
+
+
+def mixture(y: Tensor) -> MixtureSameFamily:
+    means = torch.stack([y, -y], -1)
+    parts = Independent(Normal(means.transpose(-1, -2), torch.ones(2, y.shape[-1])), 1)
+    return MixtureSameFamily(Categorical(logits=means.mean(-2)), parts)
+
+
+def looped(y: Tensor) -> Plain:
+    held = Plain(y)
+    held.itself = held  # type: ignore[attr-defined]
+    return held
+
+
+# What a forward returns, and how the loss finds what it is computed from.
+WAYS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dict": (lambda y: {"y": [y, None, 3]}, lambda found: found["y"][0]),
+    "own dict": (lambda y: OwnDict(y=y), lambda found: found["y"]),
+    "own list": (lambda y: OwnList([y]), lambda found: found[0]),
+    "ordered": (lambda y: OrderedDict(y=y), lambda found: found["y"]),
+    "dataclass": (lambda y: Output(y), lambda found: found.y),
+    "own in dataclass": (lambda y: Output(y.detach(), OwnDict(y=y)), lambda found: found.past["y"]),
+    "named tuple": (lambda y: Pair(y, None), lambda found: found.y),
+    "of a named tuple": (lambda y: OwnPair(y, None), lambda found: found.y),
+    "packed": (lambda y: PackedSequence(y, torch.tensor([4])), lambda found: found.data),
+    "object": (Plain, lambda found: found.y),
+    "loop": (looped, lambda found: found.y),
+    "slots": (Slotted, lambda found: found.y),
+    "namespace": (lambda y: SimpleNamespace(a={"y": y}), lambda found: found.a["y"]),
+    "distribution": (lambda y: Normal(y, y.exp()), lambda found: found.log_prob(torch.ones(()))),
+    "mixture": (mixture, lambda found: found.log_prob(torch.ones(3))),
+}
+
+
+class Wrapped(nn.Module):
+    """The part, whose output stands in something."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.part, self.way = Net(), WAYS[way][0]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.way(self.part(x))
+
+
+class Outer(nn.Module):
+    """A unit inside of which one returns something."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner, self.find = Wrapped(way), WAYS[way][1]
+        torch.manual_seed(1)
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.find(self.inner(self.first(x)))
+
+
+def returned(side: Side, way: str) -> None:
+    """By the outermost unit, alone and with units inside; by a unit inside, which is freed."""
+    for units in ((), ("part.b",)):
+        model = side.shard(Wrapped(way), *units)
+        call = side.compile(model)
+        side.train(lambda x, call=call: WAYS[way][1](call(x)), model)
+    model = side.shard(Outer(way), "inner")
+    side.train(side.compile(model), model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_holds_an_output(two: Pool, way: str) -> None:
+    two.run(beside, returned, way)
+
+
+class Leaves(Net):
+    """Leaves its loss elsewhere, and returns what needs no gradient."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        if self.way == "function":
+            return lambda: y
+        self.left = y
+        return None if self.way == "nothing" else y.detach()
+
+
+def left(side: Side, way: str) -> None:
+    for units in ((), ("a", "b")):
+        model = side.shard(Leaves(way), *units)
+        call = side.compile(model)
+
+        def run(x: Tensor, model: Any = model, call: Any = call) -> Any:
+            found = call(x)
+            return found() if way == "function" else model.left
+
+        side.train(run, model)
+
+
+@pytest.mark.parametrize("way", ["function", "nothing", "detached"])
+def test_past_the_outputs(two: Pool, way: str) -> None:
+    two.run(beside, left, way)
+
+
+def of_fsdp1(side: Side) -> None:
+    model = side.wrap(Wrapped("object"), "part")
+    side.train(lambda x: model(x).y, model)
+
+
+def test_fsdp1(two: Pool) -> None:
+    two.run(beside, of_fsdp1)
