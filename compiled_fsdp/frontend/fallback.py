@@ -13,8 +13,15 @@ import torch
 import torch._dynamo.utils as dynamo
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.torch_private.dynamo import is_call_of_compiled, last_recompile
+from compiled_fsdp.torch_private.dynamo import (
+    is_call_of_compiled,
+    last_recompile,
+    modes_that_keep_it_out,
+    why_given_up,
+)
 from compiled_fsdp.units.unit import original_class
+
+from .entry import entry_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -125,15 +132,36 @@ def note_skipped(unit: Unit) -> None:
     Raises:
         FallbackError: `set_fallback("error")` was called.
     """
+    why, remedy = _why_skipped(unit)
+    unit.why_eager[why] = None
     text = (
         f"compiled_fsdp: unit {unit.name!r} runs eagerly although its call is compiled, and Dynamo "
-        "has broken no graph: it has given up the call for good, as after an exception while that "
-        "was traced. torch._dynamo.reset() lets it begin anew. Results are the same"
+        f"has broken no graph: {why}. {remedy}Results are the same"
     )
-    unit.why_eager["Dynamo has given up its call, as after an exception while it was traced"] = None
     if _policy == "error":
         raise FallbackError(f'{text}; set_fallback("error") makes this an error')
     warn_once(text)
+
+
+def _why_skipped(unit: Unit) -> tuple[str, str]:
+    """Returns why Dynamo runs a call as it is, and a sentence on what to do."""
+    if modes := modes_that_keep_it_out():
+        return f"it compiles nothing while {', '.join(modes)} is on", ""
+    reset = "torch._dynamo.reset() lets it begin anew. "
+    names = [name for module in unit.modules for name in entry_names(module)]
+    if (known := why_given_up(names)) is None:
+        why = "it has given up the call for good, as after an exception while that was traced"
+        return why, reset
+    reason, stack = known
+    frame = next((f for f in reversed(stack) if not f.filename.startswith(NOT_THE_USERS)), None)
+    where = "" if frame is None else f" at {frame.filename}:{frame.lineno}, in {frame.name}"
+    lines = [line.strip() for line in reason.strip().splitlines()]
+    raised = next((line.split(RAISED)[1] for line in lines if RAISED in line), "")
+    told = f"tracing it raised {raised}" if raised else " ".join(lines[:2])
+    return f"it has given up the call for good{where}: {told.rstrip('.')}", reset
+
+
+RAISED = "Developer debug context: raised exception "
 
 
 def note_refused(unit: Unit) -> None:

@@ -28,12 +28,14 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .subgraphs import operator_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+    from traceback import FrameSummary
     from types import CodeType
 
     from torch import Tensor
@@ -352,6 +354,43 @@ def is_call_of_compiled() -> bool:
 
 # By identity, as what `limits.py` counts.
 _for_good: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+_given_up: dict[str, Unsupported] = {}  # by the name of the code of a frame
+
+
+def keep_why_given_up() -> None:
+    """From now on, keep why Dynamo gives up a frame: it logs that, but counts it as no graph break.
+    Tried on 2.11, 2.13 and 2.15.
+    """
+    log: Any = InstructionTranslator.log_graph_break
+
+    @functools.wraps(log)
+    def logged(self: Any, *args: Any, **kwargs: Any) -> Any:
+        error = kwargs.get("exc")
+        if "Skipping the function" in kwargs.get("reason", "") and isinstance(error, Unsupported):
+            _given_up[self.f_code.co_name] = error
+        return log(self, *args, **kwargs)
+
+    InstructionTranslator.log_graph_break = logged  # type: ignore[method-assign]
+
+
+def why_given_up(names: Iterable[str]) -> tuple[str, list[FrameSummary]] | None:
+    """Why Dynamo has given up the last frame of one of these names of code, and where it was then;
+    None if that is not known.
+    """
+    found = [_given_up[name] for name in names if name in _given_up]
+    return (str(found[-1]), list(found[-1].real_stack)) if found else None
+
+
+def modes_that_keep_it_out() -> list[str]:
+    """The names of modes that are on, and in which Dynamo compiles nothing: such as count or log
+    operations. Tried on 2.11, 2.13 and 2.15.
+    """
+    return [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
+
+
+keep_why_given_up()
 
 
 def compile_for_good(code: CodeType, tell: Callable[[int, str], None]) -> None:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from kit.harness import mesh_of, quiet
+from kit.harness import IS_2_11, mesh_of, quiet
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.flop_counter import FlopCounterMode
 
 import compiled_fsdp
 from compiled_fsdp import FullyShardedDataParallel, fully_shard
@@ -465,3 +466,52 @@ def test_breaks_of_others_are_no_reason(fake_world: None, policy: str) -> None:
         assert not any(state.unit.why_eager for state in states_below(model))
     finally:
         compiled_fsdp.set_fallback("warn")
+
+
+class Raising(nn.Module):
+    """Raises in some calls, or asks for what torch refuses to trace."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(6, 6), way
+
+    def forward(self, x: Tensor, is_bad: bool = False) -> Tensor:
+        y: Tensor = self.linear(x)
+        if is_bad and self.way == "raises":
+            raise ValueError("no such batch")
+        if self.way == "refused":
+            y = torch.cat(torch.distributed.nn.functional.all_gather(y))
+        return y
+
+
+WHYS = {
+    "raises": r"given up the call for good at .*test_fallback\.py:\d+, in forward: tracing it "
+    r"raised ValueError\(.*'no such batch'.*\)\. torch\._dynamo\.reset\(\)",
+    "refused": r"tracing it raised RuntimeError\('torch\.distributed\.nn\.functional\.all_gather",
+    "counts": r"it compiles nothing while _FlopCounterMode is on\. Results",
+}
+
+
+@pytest.mark.parametrize("way", [way for way in WHYS if way != "refused" or not IS_2_11])
+def test_why_a_call_is_skipped(fake_world: None, way: str) -> None:
+    """Dynamo counts no graph break of it."""
+    torch._dynamo.reset()
+    model: Any = Raising(way)
+    model = fully_shard(model)
+    call = torch.compile(model, backend="compiled_fsdp_eager")
+    x = torch.ones(2, 6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if way == "counts":
+            call(x)
+            with FlopCounterMode(display=False):
+                call(x)
+        elif way == "raises":
+            call(x)
+            with pytest.raises(ValueError, match="no such batch"):
+                call(x, True)
+        else:
+            call(x)
+    said = [str(w.message) for w in caught if "runs eagerly" in str(w.message)]
+    assert len(said) == 1, said
+    assert re.search(WHYS[way], said[0]), said
