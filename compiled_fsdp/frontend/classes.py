@@ -99,17 +99,26 @@ class Attributes:
         return Attributes, ()
 
 
+class _Unannounced:
+    """Stands before a class of the user's, whose `__init_subclass__` is not to hear of another one:
+    it may keep a table of classes by their names, or ask for arguments.
+    """
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
 def _make_class(original: type, root: type | None) -> type:
     body: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "zero_grad": zeroing(original),
     }
-    bases: tuple[type, ...] = (original,)
+    bases: tuple[type, ...] = (_Unannounced, original)
     name = original.__name__
     if root is not None:
         name = f"FSDP{name}"
-        bases = (root, original)
+        bases = (_Unannounced, root, original)
         body |= {"__qualname__": name, "__deepcopy__": _no_deepcopy}
         if original.__module__.startswith("torch.nn."):
             body["forward"] = _own_forward(original)
@@ -280,5 +289,6 @@ def _movable(param: Any) -> Any:
 def _no_deepcopy(*_: object) -> NoReturn:
     raise AssertionError(
         "FSDP does not support deepcopy: a sharded module shares flat buffers and process groups. "
-        "Copy its state_dict"
+        "Copy its state_dict; for a second model, as AveragedModel makes, build and shard another "
+        "one and load that into it"
     )

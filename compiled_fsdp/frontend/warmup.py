@@ -7,6 +7,7 @@ Private torch used here (tried on 2.13): `torch.utils._pytree`.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,11 @@ def sharded_below(model: nn.Module, doing: str) -> list[State]:
     """
     inner = uncompiled(model)
     states = states_below(inner) if isinstance(inner, torch.nn.Module) else []
+    if isinstance(inner, FunctionType | MethodType):
+        raise TypeError(
+            f"{doing}: the function {inner.__qualname__} is in the place of the model. Pass the "
+            "module that was given to fully_shard, first"
+        )
     if not states:
         raise TypeError(
             f"{doing}: {named(model)} has no sharded module. Call fully_shard on it first"

@@ -179,6 +179,9 @@ CASES: dict[str, Callable[[], object]] = {
     "a dump into a file": lambda: dumped(__file__.replace(__file__, "/dev/null")),
     "warmup of a plain module": lambda: warm(nn.ReLU()),
     "warmup of no module": lambda: compiled_fsdp.warmup("model"),
+    "a function for a model": lambda: compiled_fsdp.compile_step(
+        sharded, torch.optim.SGD(nn.Linear(2, 2).parameters())
+    ),
 }
 
 # The exact texts.
@@ -436,7 +439,8 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     "deepcopy": (
         AssertionError,
         "FSDP does not support deepcopy: a sharded module shares flat buffers and process groups. "
-        "Copy its state_dict",
+        "Copy its state_dict; for a second model, as AveragedModel makes, build and shard another "
+        "one and load that into it",
     ),
     "a method that is not there": (
         ValueError,
@@ -565,6 +569,11 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     "warmup of no module": (
         TypeError,
         "warmup: str 'model' has no sharded module. Call fully_shard on it first",
+    ),
+    "a function for a model": (
+        TypeError,
+        "compile_step: the function sharded is in the place of the model. Pass the module that was "
+        "given to fully_shard, first",
     ),
 }
 

@@ -71,6 +71,30 @@ def test_a_class_that_asks_its_subclasses_for_annotations() -> None:
     fully_shard(Model(2, 2))
 
 
+def test_classes_that_keep_a_table_of_their_subclasses() -> None:
+    """By name, say, or with arguments: it has none but the user's own."""
+    known: dict[str, type] = {}
+
+    class Part(nn.Linear):
+        def __init_subclass__(cls, *, kind: str) -> None:
+            known[cls.__name__] = cls
+            cls.kind = kind
+
+    class Layer(Part, kind="layer"):
+        pass
+
+    class Block(Part, kind="block"):
+        pass
+
+    model = nn.Sequential(nn.Sequential(Layer(2, 2)), Block(2, 2))
+    fully_shard(model[1])
+    fully_shard(model)
+    assert known == {"Layer": Layer, "Block": Block}
+    assert (model[0][0].kind, model[1].kind) == ("layer", "block")
+    model(torch.ones(2, 2)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_moved_parameters_are_back_in_the_flat_buffers_of_their_units(dtype: torch.dtype) -> None:
     with torch.device("meta" if dtype == torch.float32 else "cpu"):
