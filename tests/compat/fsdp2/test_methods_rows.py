@@ -542,16 +542,28 @@ def allocate_from_process_group(api: Api) -> Any:
 
 
 @rows("12.21")
-def test_symmetric_memory_needs_a_device(two: Pool) -> None:
-    against_stock(two, same, symmetric_memory_needs_a_device, "set_symm_mem_for_comm")
+def test_symmetric_memory_beside_a_custom_gather(two: Pool) -> None:
+    against_stock(two, same, symmetric_memory_beside_a_custom_gather, "set_symm_mem_for_comm")
 
 
-def symmetric_memory_needs_a_device(api: Api) -> Any:
+def symmetric_memory_beside_a_custom_gather(api: Api) -> Any:
     model = api.units(net(), "0", "2")
-    found = raised(model.set_symm_mem_for_comm), raised(model[0].set_symm_mem_for_comm)
     model[0].set_custom_all_gather(LoggedGather())
     refused = raised(model[0].set_symm_mem_for_comm)
-    return found, refused, train_step(api.compile(model)), grads(model)
+    return refused, train_step(api.compile(model)), grads(model)
+
+
+@rows("12.21", status="improved")
+def test_symmetric_memory_needs_a_device(two: Pool) -> None:
+    """The setter raises on a CPU; in stock a forward does, where torch is built with CUDA"""
+    two.run(each, symmetric_memory_needs_a_device)
+
+
+def symmetric_memory_needs_a_device(api: Api) -> None:
+    model = api.units(net(), "0", "2")
+    with pytest.raises(RuntimeError, match="NCCL's symmetric memory is CUDA memory; nothing was"):
+        model[0].set_symm_mem_for_comm()
+    train_step(api.compile(model))
 
 
 @rows("12.21", status="improved")
@@ -564,7 +576,7 @@ def test_symmetric_memory(two: Pool, is_sum: bool) -> None:
 
 
 def symmetric_memory(api: Api, is_sum: bool) -> None:
-    plain_model, log, allocated = api.units(net(), "0", "2"), Counter(), {}
+    without, log, allocated = api.units(net(), "0", "2"), Counter(), {}
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         made = torch.empty(numel, dtype=dtype, device=device)
@@ -583,8 +595,8 @@ def symmetric_memory(api: Api, is_sum: bool) -> None:
         mock.patch.object(symmetric, "meet", meet),
     ):
         model = api.units(net(), "0", "2")
-        for each_model in (plain_model, model):
-            each_model[0].set_force_sum_reduction_for_comms(is_sum)
+        for one in (without, model):
+            one[0].set_force_sum_reduction_for_comms(is_sum)
         for _ in range(2):  # as often as one likes
             assert model[0].set_symm_mem_for_comm() is None
         memory = model[0].set_allocate_memory_from_process_group_for_comm
@@ -593,14 +605,14 @@ def symmetric_memory(api: Api, is_sum: bool) -> None:
         )
         with pytest.raises(ValueError, match="backend='CUDA'; should be 'NCCL'"):
             model[0].set_symm_mem_for_comm("CUDA")
-        call, plain_call = api.compile(model), api.compile(plain_model)
+        call, call_without = api.compile(model), api.compile(without)
         for _ in range(2):
-            assert torch.equal(input_step(call), input_step(plain_call))
+            assert torch.equal(input_step(call), input_step(call_without))
         described = str(compiled_fsdp.explain(model))
     # gathered in forward and for backward (the outermost unit's stays), and reduced
     assert log == {"NCCL": 2, "met": 2 * (2 + 2 * is_sum)}, log
     assert "set_symm_mem_for_comm" in described
-    for mine, its in zip(model.parameters(), plain_model.parameters(), strict=True):
+    for mine, its in zip(model.parameters(), without.parameters(), strict=True):
         assert torch.equal(mine.grad.to_local(), its.grad.to_local())
 
 
