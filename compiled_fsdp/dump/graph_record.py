@@ -16,8 +16,9 @@ from compiled_fsdp.ir import quantized
 from compiled_fsdp.ir.collectives import HOST, group_of
 from compiled_fsdp.ir.graph import phase_of, value
 from compiled_fsdp.ir.regions import Region, find_regions
-from compiled_fsdp.ir.repeats import Repeats, Span, find_repeats
+from compiled_fsdp.ir.repeats import Repeats, find_repeats
 from compiled_fsdp.ir.schema import RETAIN
+from compiled_fsdp.ir.spans import Span
 from compiled_fsdp.ir.subgraphs import unit_called_by
 from compiled_fsdp.options import note, text
 from compiled_fsdp.planning import chunks
@@ -153,7 +154,7 @@ class GraphRecord:
                 "to_host": line.on_the_way(HOST),
                 "from_host": sum(map(line.on_the_way, line.copied)) - line.on_the_way(HOST),
             }
-        repeats = Repeats([], [], [], is_dynamic=False, written=frozenset(), home={})
+        repeats = Repeats([], [], [], is_dynamic=False)
         called = _called_units(graph)
         if called:
             note(consumed, "outline_units", "Plan.regions")
