@@ -77,8 +77,8 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.plan import Plan
 
     from .partition import Halves
-    from .stitch import WholeStep
     from .trial import Trial
+    from .whole_step import WholeStep
 
 
 def fit_budget(

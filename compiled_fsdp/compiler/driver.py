@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.passes.base import Pass
 
     from .budget import Room
-    from .stitch import WholeStep
+    from .whole_step import WholeStep
 
 
 def run_joint(

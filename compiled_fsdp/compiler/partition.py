@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.planning.plan import Plan
 
-    from .stitch import WholeStep
+    from .whole_step import WholeStep
 
     Halves = tuple[GraphModule, GraphModule]
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.plan import Plan
 
     from .partition import Halves
-    from .stitch import WholeStep
+    from .whole_step import WholeStep
 
 
 @dataclass(frozen=True, slots=True)
