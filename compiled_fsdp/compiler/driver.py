@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.options import Consumed
     from compiled_fsdp.passes.base import Pass
 
-    from .budget import Room
+    from .room import Room
     from .whole_step import WholeStep
 
 

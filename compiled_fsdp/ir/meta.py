@@ -122,7 +122,7 @@ def get_consumed(nodes: Iterable[Node]) -> Consumed:
 
 
 def set_room(gm: GraphModule, room: object) -> None:
-    """Keep with a joint graph what was decided about the memory of its step (`budget.Room`)."""
+    """Keep with a joint graph what was decided about the memory of its step (`room.Room`)."""
     gm.meta[_ROOM] = room
 
 

@@ -215,7 +215,7 @@ def each_rank_fits_its_own_budget() -> Iterator[None]:
     ) -> list[int]:
         return words
 
-    with mock.patch.object(_ours("compiler.budget"), "agreed", mine):
+    with mock.patch.object(_ours("compiler.choices_of_all"), "agreed", mine):
         yield
 
 
