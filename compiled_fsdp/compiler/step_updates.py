@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compiled_fsdp.ir.descriptors import input_of
 from compiled_fsdp.ir.graph import Builder, batch_leaves, sum_leaves, value
-from compiled_fsdp.ir.meta import input_of, is_state_hosted
+from compiled_fsdp.ir.meta import is_state_hosted
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UPDATE, param_spec
 
 from .clip import FlatGrad, clipped

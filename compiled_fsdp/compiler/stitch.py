@@ -18,16 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from compiled_fsdp.ir.descriptors import is_mesh, place_of_input, places_of, returned, set_returned
 from compiled_fsdp.ir.graph import Builder, batches_of, find, output, placeholders, value
-from compiled_fsdp.ir.meta import (
-    forget_heads,
-    is_mesh,
-    place_of_input,
-    places_of,
-    returned,
-    set_returned,
-    take_over,
-)
+from compiled_fsdp.ir.meta import forget_heads, take_over
 from compiled_fsdp.ir.schema import TO_LOWER, UNSHARD, param_spec, set_param_spec, traits_of
 from compiled_fsdp.ir.spec import AGAIN, NEXT
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from compiled_fsdp.ir.descriptors import made_at
 from compiled_fsdp.ir.graph import output, placeholders, value
-from compiled_fsdp.ir.meta import made_at, real_input
+from compiled_fsdp.ir.meta import real_input
 from compiled_fsdp.wire.ignored import ignored_of
 
 from .clip import Axes, MeshAxes, Name
