@@ -36,8 +36,8 @@ class Expr:
 
 
 class Expressions:
-    """Makes each expression once; called like `launch.call`, it is one more executor of the
-    arithmetic in `transfers.py`.
+    """Makes each expression once; called like `launch.call`, it is the fourth executor of
+    `collectives.py`.
     """
 
     def __init__(self) -> None:
