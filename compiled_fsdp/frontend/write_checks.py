@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def say_what_leaves(graph: Graph) -> None:
-    """A full parameter of which Python gets hold at a graph break is not what Python would have
-    read there: the one of a unit whose forward does not run rests sharded.
+    """Say so where Python gets hold of a full parameter at a graph break: it is not what Python
+    would have read there, since that of a unit whose forward does not run rests sharded.
     """
     reads: dict[int, str] = {}
     for node in graph.find_nodes(op="call_function", target=UNSHARD):
@@ -49,8 +49,8 @@ def say_what_leaves(graph: Graph) -> None:
 
 
 def check_inputs(graph: Graph) -> None:
-    """Full parameters that were gathered outside of the graph, and not for it, have no place in it:
-    nothing would reduce their gradients. No graph break, since the frame's parts would be graphs.
+    """Check that no full parameter is an input that was gathered outside of the graph, and not for
+    it: nothing would reduce its gradient. No graph break, since the frame's parts would be graphs.
 
     Raises:
         RuntimeError: one is an input.
@@ -98,8 +98,8 @@ def announce_before_backward(graph: Graph, written: set[int]) -> None:
 
 
 def check_not_of_wrappers(inputs: list[Node], written: set[int]) -> None:
-    """FSDP1's sharded parameters are parts of a flat parameter, padded where ranks end: no graph
-    shows a write to them to what is gathered.
+    """Refuse writes to FSDP1's sharded parameters: they are parts of a flat parameter, padded where
+    ranks end, and no graph shows a write to them to what is gathered.
     """
     shards = {
         flat.data.untyped_storage()._cdata: param.names
@@ -123,15 +123,19 @@ def check_not_of_wrappers(inputs: list[Node], written: set[int]) -> None:
 
 
 def check_not_differentiated(node: Node, buffer: Node, modes: dict[Node, bool], fqn: str) -> None:
-    """A parameter that this graph trains has one value in it: backward gathers it again."""
+    """Refuse a write to a sharded parameter that this graph trains: it can have one value there,
+    since backward gathers it again.
+
+    node: the parameter, an input like its flat `buffer`.
+    modes: whether autograd records each node.
+    """
     if not traced_value(buffer).requires_grad:
         return
     users = [
         u for u in node.users if modes[u] and u.target is not GET_DATA and u.target != "detach"
     ]
-    users += [
-        u for u in buffer.users if u.target is UNSHARD and modes[u]
-    ]  # others are new here, and in no mode
+    # Others are new here, and in no mode.
+    users += [u for u in buffer.users if u.target is UNSHARD and modes[u]]
     if users:
         refuse(
             f"torch.compile of a forward that writes to the sharded parameter {fqn} in place and "
@@ -143,8 +147,8 @@ def check_not_differentiated(node: Node, buffer: Node, modes: dict[Node, bool], 
 
 
 def check_not_hidden(graphs: list[Graph], written: set[int]) -> None:
-    """A tensor that `state_dict()` gave lies in a flat buffer, but in a storage of its own: the
-    graph takes them for two.
+    """Refuse writes to tensors that `state_dict()` gave: they lie in a flat buffer, but in storages
+    of their own, so that the graph takes them for others.
     """
     reads = [
         node for graph in graphs for node in graph.find_nodes(op="call_function", target=UNSHARD)
