@@ -70,20 +70,7 @@ def ranked(
     found = [
         c if c.kind == SLICE else replace(c, seconds=exposed.get(c.param, 0.0)) for c in params
     ]
-    found += [
-        Candidate(
-            SAVE,
-            (r.module, r.name),
-            r.num_bytes,
-            r.seconds,
-            r.scratch,
-            r.values,
-            r.needs,
-            r.sooner,
-        )
-        for r in again
-        if r.name not in on_host
-    ]
+    found += [_activation(each) for each in again if each.name not in on_host]
     found += [*moved, *states]
     model = PeakModel.of(first, found)
     # What backward has no use for is not kept: it may be gathered along, to compute others again.
@@ -93,6 +80,20 @@ def ranked(
     order = sorted(useful, key=lambda i: -prices[i])
     names = tuple(each.name for each in again)
     return tuple(found[i] for i in order), model.ordered(order), names
+
+
+def _activation(again: Recompute) -> Candidate:
+    """An activation that is saved, or computed again."""
+    return Candidate(
+        SAVE,
+        (again.module, again.name),
+        again.num_bytes,
+        again.seconds,
+        again.scratch,
+        again.values,
+        again.needs,
+        again.sooner,
+    )
 
 
 def _exposed(first: Trial, costs: Costs) -> dict[tuple[str, str], float]:
