@@ -1,8 +1,9 @@
-"""The arithmetic around each collective, written once for two executors.
+"""The arithmetic around each collective, written once for four executors.
 
-Every function takes `run`, which applies an op: `launch.call` applies it to real tensors (eager
-runtime, unlowered IR ops), the graph builder in `graph.py` appends a node. So lowering and eager
-mode cannot drift apart.
+Every function takes `run`, which applies an op: `launch.call` applies it to real tensors (unlowered
+IR ops), the graph builder in `graph.py` appends a node, `Deferred` records it until it is needed
+(eager runtime), `Expressions` says what it means (the verifier). So lowering and eager mode cannot
+drift apart.
 """
 
 from __future__ import annotations
