@@ -31,30 +31,39 @@ def inlined_into(span: Span, home: Mapping[Node, Span], written: Set[Node]) -> l
     def may_be_copied(node: Node) -> bool:
         return node in home and home[node] is not span and _is_inlinable(node)
 
+    def not_copied(node: Node) -> bool:
+        return not may_be_copied(node)
+
+    def is_in_memory(node: Node) -> bool:
+        return not_copied(node) or home[node].is_read_outside(node)
+
     read = {storage_of(n) for n in span.inputs}
     found: set[Node] = set()
     for node in span.inputs:
         root = storage_of(node)
         if not may_be_copied(node) or not may_be_copied(root) or _is_read_beside(root, span, home):
             continue
-        copied, sources = _computed_from(node, read - {root}, may_be_copied)
-        more = sources - read
-        if (
-            len(found | copied) <= MOST_INLINED
-            and all(get_tag(each) is None for each in sources)
-            and not sources & written
-            and sum(map(_bytes, more)) <= _bytes(root)
-        ):
-            found |= copied
-            read |= more
+        # as far back as possible, or else to what is in memory anyway
+        for ends in (not_copied, is_in_memory):
+            copied, sources = _computed_from(node, read - {root}, ends)
+            more = sources - read
+            if (
+                len(found | copied) <= MOST_INLINED
+                and all(get_tag(each) is None for each in sources)
+                and not sources & written
+                and sum(map(_bytes, more)) <= _bytes(root)
+            ):
+                found |= copied
+                read |= more
+                break
     return sorted(found)
 
 
 def _computed_from(
-    node: Node, known: set[Node], may_be_copied: Callable[[Node], bool]
+    node: Node, known: set[Node], ends: Callable[[Node], bool]
 ) -> tuple[set[Node], set[Node]]:
-    """Returns what computes a node, back to what is known or may not be copied, and the values in
-    whose storage that is.
+    """Returns what computes a node, back to where it ends or is known, and the values in whose
+    storage that is.
     """
     found: set[Node] = set()
     sources: set[Node] = set()
@@ -65,7 +74,7 @@ def _computed_from(
             continue
         found.add(node)
         for each in node.all_input_nodes:
-            if storage_of(each) in known or not may_be_copied(each):
+            if storage_of(each) in known or ends(each):
                 sources.add(storage_of(each))
             else:
                 stack.append(each)
