@@ -32,13 +32,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.graph import move_before
-from compiled_fsdp.ir.repeats import Span, find_repeats, inlined_into
+from compiled_fsdp.ir.inlined import inlined_into
+from compiled_fsdp.ir.repeats import find_repeats
+from compiled_fsdp.ir.spans import storage_of, written_by
 
 from .base import context_of
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
+    from compiled_fsdp.ir.spans import Span
     from compiled_fsdp.planning.plan import Plan
 
 
@@ -47,8 +50,10 @@ def inline_pointwise(gm: GraphModule, plan: Plan) -> GraphModule:
     if plan.regions == "off" or context_of(gm).inline:
         return gm
     repeats = find_repeats(gm.graph)
+    home = {node: span for span in repeats.spans for node in span.nodes}
+    written = {storage_of(n) for node in gm.graph.nodes for n in written_by(node)}
     for group in repeats.groups:
-        found = [inlined_into(span, repeats) for span in group]
+        found = [inlined_into(span, home, written) for span in group]
         # else the spans would not be equal any more
         if found[0] and len({tuple(n.target for n in nodes) for nodes in found}) == 1:
             for span, nodes in zip(group, found, strict=True):

@@ -7,7 +7,7 @@ Before:
     %g = reduce_grad(%dw, %flat, spec)   # plan.states_on_host has its unit and parameter
 
 After (no node changes, only a mark): the same. Where the step is put together, the `update_` of
-what is marked says so (`compiler/stitch.py`).
+what is marked says so (`compiler/step_updates.py`).
 
 Requires: nothing; names that the graph does not have are of another graph of the same plan.
 Ensures: the gradients of what the plan names are marked, and no others.

@@ -63,6 +63,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.collectives import CONVERT
+from compiled_fsdp.ir.descriptors import places_of
 from compiled_fsdp.ir.graph import (
     ADD,
     Builder,
@@ -78,7 +79,6 @@ from compiled_fsdp.ir.graph import (
     sum_root,
     value,
 )
-from compiled_fsdp.ir.meta import places_of
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD, param_spec, set_param_spec
 
 from .base import context_of

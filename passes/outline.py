@@ -20,7 +20,7 @@ After:
     %y2 = getitem(invoke_subgraph(%fsdp_region_0, "fsdp_region_0", %y1, %w2), 0)
 
 Collectives, waits, marks, steps and whatever else has an effect stay where they are, in the outer
-graph; what stands between two of them is a candidate (`ir/repeats.py`), and equal candidates (the
+graph; what stands between two of them is a candidate (`ir/spans.py`), and equal candidates (the
 same ops, shapes, dtypes, strides, options) share a subgraph, which Inductor lowers once and calls
 as a function. Copies out of a bucket are made in it, of the bucket: one node in the outer graph for
 all parameters of a layer.
@@ -40,7 +40,8 @@ from torch.fx import Graph, GraphModule
 
 from compiled_fsdp.ir.graph import erase_all, move_before, output, placeholders
 from compiled_fsdp.ir.meta import keep_strides, take_over
-from compiled_fsdp.ir.repeats import Span, find_repeats, may_alias, widened
+from compiled_fsdp.ir.repeats import find_repeats, widened
+from compiled_fsdp.ir.spans import Span, may_alias
 from compiled_fsdp.ir.subgraphs import INVOKE, REGION, unit_called_by
 
 from .base import context_of

@@ -8,7 +8,7 @@ is made by trying this very list on copies; all but the first change the plan, n
   the parameter (`compiler/read_past_calls.py`); and which parameters a memory budget lets backward
   keep (`compiler/budget.py`)
 - between the joint graph and its halves: where torch's partitioner cuts (`compiler/partition.py`),
-  and what the graph of a whole step keeps where it turns (`compiler/stitch.py`)
+  and what the graph of a whole step keeps where it turns (`compiler/step_gathers.py`)
 - before a half: whether ranks take its nodes to cost the same (`planning/consensus.py`), and into
   parts of which size large units are cut (`compiler/splitting.py`)
 """

@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.inspection.check import DumpError
 from compiled_fsdp.inspection.dump_checks import difference, totals, violations
@@ -56,90 +56,24 @@ def _parser() -> argparse.ArgumentParser:
         description="Look at what COMPILED_FSDP_DUMP wrote, or run a script with our FSDP.",
     )
     parser.add_argument("--version", action="version", version=f"compiled_fsdp {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    # What several commands take: a folder, or a script.
     one = argparse.ArgumentParser(add_help=False)
     one.add_argument("folder", type=Path, metavar="DIR")
     one.add_argument("--rank", type=int, help="of this rank alone")
-
-    dump = commands.add_parser(
-        "dump", parents=[one], help="list the graphs, or print them after a pass"
-    )
-    dump.add_argument("--graph", help="of these alone: 001_forward, forward, backward or joint")
-    dump.add_argument(
-        "--after",
-        metavar="PASS",
-        help="print the graphs after this pass: capture, lower, ..., last",
-    )
-    dump.set_defaults(run=_dump)
-
-    diff = commands.add_parser(
-        "diff", help="compare two passes, two ranks, or two runs: collectives, casts, frees, peak"
-    )
-    diff.add_argument("folder", type=Path, metavar="DIR")
-    diff.add_argument("other", type=Path, metavar="DIR2", nargs="?", help="the dump of another run")
-    diff.add_argument(
-        "--passes",
-        nargs=2,
-        metavar="PASS",
-        help="compare each graph after the one and after the other",
-    )
-    diff.add_argument(
-        "--ranks", nargs=2, type=int, metavar="RANK", help="compare these, graph by graph"
-    )
-    diff.add_argument(
-        "--after",
-        metavar="PASS",
-        help="which pass ranks or runs are compared after; the last, unless given",
-    )
-    diff.add_argument("--graph", help="these alone: 001_forward, forward, backward or joint")
-    diff.set_defaults(run=_diff)
-
-    explain = commands.add_parser(
-        "explain", parents=[one], help="say what was known of the model after its first step"
-    )
-    explain.add_argument("--json", action="store_true", help="as JSON")
-    explain.set_defaults(run=_explain)
-
-    report = commands.add_parser("report", help="write one HTML page")
-    report.add_argument("folder", type=Path, metavar="DIR")
-    report.add_argument(
-        "--out", type=Path, default=Path("report.html"), help="default: report.html"
-    )
-    report.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="lay this Chrome trace of a step over the predicted one",
-    )
-    report.add_argument(
-        "--of-rank", type=int, default=0, metavar="RANK", help="whose profile it is; default: 0"
-    )
-    report.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="also write the timelines for https://ui.perfetto.dev",
-    )
-    report.set_defaults(run=_report)
-
-    verify = commands.add_parser(
-        "verify",
-        parents=[one],
-        help="check every invariant again, after every pass, and across ranks",
-    )
-    verify.set_defaults(run=_verify)
     script = argparse.ArgumentParser(add_help=False)
     script.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
     )
     script.add_argument("script", metavar="SCRIPT")
     script.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
-    run = commands.add_parser(
-        "run",
-        parents=[script],
-        help="run a script that imports torch's FSDP with ours in its place",
-    )
-    run.set_defaults(run=_run)
+    # In the order in which the help lists them.
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_dump(commands, one)
+    _add_diff(commands)
+    _add_explain(commands, one)
+    _add_report(commands)
+    _add_verify(commands, one)
+    _add_run(commands, script)
     add_simulate(commands, script)
     return parser
 
@@ -169,6 +103,19 @@ def _graphs(rank: DumpedRank, name: str | None) -> list[DumpedGraph]:
 # -- dump
 
 
+def _add_dump(commands: Any, one: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
+        "dump", parents=[one], help="list the graphs, or print them after a pass"
+    )
+    parser.add_argument("--graph", help="of these alone: 001_forward, forward, backward or joint")
+    parser.add_argument(
+        "--after",
+        metavar="PASS",
+        help="print the graphs after this pass: capture, lower, ..., last",
+    )
+    parser.set_defaults(run=_dump)
+
+
 def _dump(options: argparse.Namespace) -> int:
     for rank in _ranks(options):
         if options.after is None and options.graph is None:
@@ -191,6 +138,32 @@ def _head(rank: DumpedRank) -> str:
 
 
 # -- diff
+
+
+def _add_diff(commands: Any) -> None:
+    parser = commands.add_parser(
+        "diff", help="compare two passes, two ranks, or two runs: collectives, casts, frees, peak"
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument(
+        "other", type=Path, metavar="DIR2", nargs="?", help="the dump of another run"
+    )
+    parser.add_argument(
+        "--passes",
+        nargs=2,
+        metavar="PASS",
+        help="compare each graph after the one and after the other",
+    )
+    parser.add_argument(
+        "--ranks", nargs=2, type=int, metavar="RANK", help="compare these, graph by graph"
+    )
+    parser.add_argument(
+        "--after",
+        metavar="PASS",
+        help="which pass ranks or runs are compared after; the last, unless given",
+    )
+    parser.add_argument("--graph", help="these alone: 001_forward, forward, backward or joint")
+    parser.set_defaults(run=_diff)
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -241,6 +214,15 @@ def _alike(
 # -- run
 
 
+def _add_run(commands: Any, script: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
+        "run",
+        parents=[script],
+        help="run a script that imports torch's FSDP with ours in its place",
+    )
+    parser.set_defaults(run=_run)
+
+
 def _run(options: argparse.Namespace) -> int:
     """As `python SCRIPT ...` would, once torch's names are ours; under torchrun, `torchrun ... -m
     compiled_fsdp run SCRIPT ...`.
@@ -253,6 +235,14 @@ def _run(options: argparse.Namespace) -> int:
 
 
 # -- explain, report, verify
+
+
+def _add_explain(commands: Any, one: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
+        "explain", parents=[one], help="say what was known of the model after its first step"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=_explain)
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -280,6 +270,30 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser("report", help="write one HTML page")
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.html"), help="default: report.html"
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="lay this Chrome trace of a step over the predicted one",
+    )
+    parser.add_argument(
+        "--of-rank", type=int, default=0, metavar="RANK", help="whose profile it is; default: 0"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="also write the timelines for https://ui.perfetto.dev",
+    )
+    parser.set_defaults(run=_report)
+
+
 def _report(options: argparse.Namespace) -> int:
     if options.profile is not None:
         add_profile(options.folder, options.profile, options.of_rank)
@@ -288,6 +302,15 @@ def _report(options: argparse.Namespace) -> int:
         write_trace(options.folder, options.trace)
     say(f"{options.out} written")
     return 0
+
+
+def _add_verify(commands: Any, one: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
+        "verify",
+        parents=[one],
+        help="check every invariant again, after every pass, and across ranks",
+    )
+    parser.set_defaults(run=_verify)
 
 
 def _verify(options: argparse.Namespace) -> int:

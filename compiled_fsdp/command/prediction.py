@@ -172,22 +172,13 @@ def _summed(
     machine: Machine,
     options: argparse.Namespace,
 ) -> Predicted:
-    if len(counts) < LAST:
-        raise SimulationError(
-            f"the script ended after {len(counts)} steps of its optimizer, and the second is the "
-            "one that is predicted: let it run longer"
-        )
-    ran = [
-        (GraphRecord.parse(record), count - counts[0].get(record, 0))
-        for record, count in counts[1].items()
-    ]
-    ran = [(record, count) for record, count in ran if count > 0 and record.predicted]
+    """What the second step takes.
+
+    counts: how often each graph had run at the end of each step.
+    flops: the floating-point operations until then.
+    """
+    ran = _ran(counts)
     whole = [record for record, _ in ran if record.kind == "step"]
-    if not whole and not any(record.kind == "backward" for record, _ in ran):
-        raise SimulationError(
-            "--machine predicts compiled graphs of ours, and the script trains in none: compile "
-            "the sharded model (torch.compile), with --replace if torch's FSDP shards it"
-        )
 
     def total(what: str, kind: str = "") -> float:
         found = [(r.predicted, n) for r, n in ran if kind in ("", r.kind)]
@@ -229,6 +220,30 @@ def _summed(
             *_outside(world.carried[steps.ends[0][1] : steps.ends[1][1]]),
         ],
     )
+
+
+def _ran(counts: list[dict[str, int]]) -> list[tuple[GraphRecord, int]]:
+    """The graphs that ran in the second step, and how often.
+
+    Raises:
+        SimulationError: there was none that trains, or no such step.
+    """
+    if len(counts) < LAST:
+        raise SimulationError(
+            f"the script ended after {len(counts)} steps of its optimizer, and the second is the "
+            "one that is predicted: let it run longer"
+        )
+    ran = [
+        (GraphRecord.parse(record), count - counts[0].get(record, 0))
+        for record, count in counts[1].items()
+    ]
+    ran = [(record, count) for record, count in ran if count > 0 and record.predicted]
+    if not any(record.kind in ("step", "backward") for record, _ in ran):
+        raise SimulationError(
+            "--machine predicts compiled graphs of ours, and the script trains in none: compile "
+            "the sharded model (torch.compile), with --replace if torch's FSDP shards it"
+        )
+    return ran
 
 
 def _states(record: GraphRecord) -> tuple[int, int]:

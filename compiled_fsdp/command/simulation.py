@@ -31,13 +31,42 @@ if TYPE_CHECKING:
 
 
 def add_simulate(commands: Any, script: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the command with its options; script: what it takes as `run` does."""
     parser = commands.add_parser(
         "simulate",
         parents=[script],
         help="run a training script on the CPU as one rank of many, on wires of known speed, or "
         "predict it for a machine that is not here",
     )
+    _add_world(parser)
+    parser.add_argument(
+        "--skip", type=int, default=3, metavar="STEPS", help="first ones, untimed; default: 3"
+    )
+    parser.add_argument(
+        "--tokens", type=float, metavar="N", help="in a step, of all ranks: for tokens/s"
+    )
+    parser.add_argument(
+        "--peak-flops", type=float, metavar="F", help="that the device could do: for its share"
+    )
+    parser.add_argument(
+        "--replace", action="store_true", help="torch's FSDP by ours first, as `run` does"
+    )
+    parser.add_argument(
+        "--plan",
+        default="",
+        metavar="FIELD=VALUE,...",
+        help="fields of Plan, whatever the script sets: memory_budget=0.5,prefetch=1",
+    )
+    _add_prediction(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write it down")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="also write the page of `report` about it"
+    )
+    parser.set_defaults(run=simulate)
+
+
+def _add_world(parser: argparse.ArgumentParser) -> None:
+    """What there is of ranks and wires."""
     parser.add_argument("--world", type=int, required=True, help="how many ranks there are")
     parser.add_argument("--rank", type=int, default=0, help="which one this is; default: 0")
     parser.add_argument(
@@ -57,24 +86,10 @@ def add_simulate(commands: Any, script: argparse.ArgumentParser) -> None:
         metavar="S/B",
         help="of the processor for each byte that is sent, as gloo needs it; default: 0",
     )
-    parser.add_argument(
-        "--skip", type=int, default=3, metavar="STEPS", help="first ones, untimed; default: 3"
-    )
-    parser.add_argument(
-        "--tokens", type=float, metavar="N", help="in a step, of all ranks: for tokens/s"
-    )
-    parser.add_argument(
-        "--peak-flops", type=float, metavar="F", help="that the device could do: for its share"
-    )
-    parser.add_argument(
-        "--replace", action="store_true", help="torch's FSDP by ours first, as `run` does"
-    )
-    parser.add_argument(
-        "--plan",
-        default="",
-        metavar="FIELD=VALUE,...",
-        help="fields of Plan, whatever the script sets: memory_budget=0.5,prefetch=1",
-    )
+
+
+def _add_prediction(parser: argparse.ArgumentParser) -> None:
+    """Machines that are not here, and what is tried on them."""
     parser.add_argument(
         "--machine",
         metavar="NAME",
@@ -98,11 +113,6 @@ def add_simulate(commands: Any, script: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-limit", type=float, metavar="BYTES", help="of what a sweep may choose"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write it down")
-    parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="also write the page of `report` about it"
-    )
-    parser.set_defaults(run=simulate)
 
 
 def simulate(options: argparse.Namespace) -> int:

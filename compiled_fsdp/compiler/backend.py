@@ -31,8 +31,9 @@ from compiled_fsdp.wire.ranges import title
 from .driver import run_half, run_joint
 from .inductor import install_passes, joint_pass_of
 from .partition import StepPartitioner, is_unit, min_cut, partition
-from .stitch import WholeStep, stitch
+from .stitch import stitch
 from .traced_step import step_of
+from .whole_step import WholeStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable

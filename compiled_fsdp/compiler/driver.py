@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from compiled_fsdp.options import Consumed
     from compiled_fsdp.passes.base import Pass
 
-    from .budget import Room
-    from .stitch import WholeStep
+    from .room import Room
+    from .whole_step import WholeStep
 
 
 def run_joint(

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.costs import Costs
     from compiled_fsdp.planning.plan import Plan
 
-    from .stitch import WholeStep
     from .trial import Trial
+    from .whole_step import WholeStep
 
 CALLS = 4  # two starts and two waits, which are launched
 States = dict[str, Candidate]  # by the name of the flat buffer in graphs

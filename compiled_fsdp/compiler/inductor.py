@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
     from torch.fx import Graph, GraphModule
 
-    from .stitch import WholeStep
+    from .whole_step import WholeStep
 
 
 # torch 2.11 takes a `CustomGraphPass` as the scheduler's pass.

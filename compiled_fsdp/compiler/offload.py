@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.collectives import HOST
+from compiled_fsdp.ir.descriptors import returned, set_returned
 from compiled_fsdp.ir.graph import Builder, output, value
 from compiled_fsdp.ir.schema import COPY_TO
 from compiled_fsdp.planning.offload import source_of_copy, why_not_moved
@@ -50,10 +51,8 @@ def offload(halves: Halves, names: Collection[str]) -> list[str]:
         instead[source] = Builder(source.next, source)(COPY_TO, source, HOST, _pins(source))
         _come_back(inputs[source], instead[source])
     places, end = set(saved.places), output(forward.graph)
-    pairs = enumerate(meta.returned(end))
-    meta.set_returned(
-        end, [(instead.get(n, n) if i in places else n, kind) for i, (n, kind) in pairs]
-    )
+    pairs = enumerate(returned(end))
+    set_returned(end, [(instead.get(n, n) if i in places else n, kind) for i, (n, kind) in pairs])
     return left
 
 

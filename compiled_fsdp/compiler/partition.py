@@ -24,6 +24,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._library.fake_class_registry import FakeScriptObject
 
+from compiled_fsdp.ir.descriptors import returned
 from compiled_fsdp.ir.graph import find, output
 from compiled_fsdp.ir.meta import (
     get_room,
@@ -32,7 +33,6 @@ from compiled_fsdp.ir.meta import (
     keep_in_backward,
     keep_on_device,
     note_returned,
-    returned,
     save_after_all,
     was_traced_in_backward,
 )
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.planning.plan import Plan
 
-    from .stitch import WholeStep
+    from .whole_step import WholeStep
 
     Halves = tuple[GraphModule, GraphModule]
 

@@ -36,8 +36,9 @@ from typing import TYPE_CHECKING, Any
 from torch.fx.node import map_arg
 
 from compiled_fsdp.ir import fakes
+from compiled_fsdp.ir.descriptors import set_returned
 from compiled_fsdp.ir.graph import erase_all, is_view, output, placeholders
-from compiled_fsdp.ir.meta import keep_strides, set_returned
+from compiled_fsdp.ir.meta import keep_strides
 from compiled_fsdp.ir.subgraphs import unit_called_by
 from compiled_fsdp.torch_private.fakes import alike, look, mode_of
 

@@ -14,6 +14,7 @@ from torch.fx import Graph
 
 from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.again import why_not_again
+from compiled_fsdp.ir.descriptors import returned, set_returned
 from compiled_fsdp.ir.graph import output
 from compiled_fsdp.planning.recompute import Saved
 
@@ -139,13 +140,13 @@ def _save(saved: Saved, dropped: set[str], instead: dict[str, Node]) -> None:
     """Let forward return what backward takes now."""
     end, places = output(saved.forward), set(saved.places)
     pairs: list[tuple[Node | None, object]] = []
-    for place, (node, kind) in enumerate(meta.returned(end)):
+    for place, (node, kind) in enumerate(returned(end)):
         name = node.name if node is not None and place in places else ""
         if name in instead:
             pairs.append((instead[name], kind))
         elif name not in dropped:
             pairs.append((node, kind))
-    meta.set_returned(end, pairs)
+    set_returned(end, pairs)
     for values in saved.origins.values():
         if values[0].name in dropped:
             for value in reversed(values):

@@ -42,7 +42,7 @@ from compiled_fsdp.wire.ops import in_traced_backwards, num_updates, refusal
 
 from .inductor import joint_pass_of
 from .partition import Partitioner, StepPartitioner
-from .stitch import WholeStep
+from .whole_step import WholeStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

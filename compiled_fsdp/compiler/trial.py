@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from compiled_fsdp.ir import meta
+from compiled_fsdp.ir.descriptors import returned, set_returned
 from compiled_fsdp.ir.graph import backward_nodes, erase_unused, find, output
 from compiled_fsdp.ir.schema import UNSHARD, param_spec, set_param_spec
 from compiled_fsdp.passes.base import Context, Stage, run_pipeline
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.plan import Plan
 
     from .partition import Halves
-    from .stitch import WholeStep
+    from .whole_step import WholeStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ def _keep(forward: Graph, backward: Graph, params: set[tuple[str, str]]) -> None
             unsharded[spec.unit, spec.fqn] = node
     inputs = saved_inputs(backward)
     places = saved_places(forward, len(inputs))
-    before = meta.returned(output(forward))
+    before = returned(output(forward))
     saved: list[tuple[Node | None, object]] = []
     for node in find(backward, UNSHARD):
         spec = param_spec(node)
@@ -208,4 +209,4 @@ def _keep(forward: Graph, backward: Graph, params: set[tuple[str, str]]) -> None
         dropped = set(places)
         after = [pair for i, pair in enumerate(before) if i not in dropped]
         after[places[0] : places[0]] = saved
-        meta.set_returned(output(forward), after)
+        set_returned(output(forward), after)

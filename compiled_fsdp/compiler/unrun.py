@@ -36,7 +36,8 @@ from compiled_fsdp.wire.copies import planned_apart
 
 from .driver import run_half, run_joint
 from .partition import partition
-from .stitch import WholeStep, stitch
+from .stitch import stitch
+from .whole_step import WholeStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

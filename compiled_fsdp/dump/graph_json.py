@@ -24,6 +24,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compiled_fsdp.ir import meta
+from compiled_fsdp.ir.descriptors import is_for_backward, set_for_backward
 from compiled_fsdp.ir.expected import at_most, hint
 from compiled_fsdp.ir.graph import output
 from compiled_fsdp.ir.meta import CommTag
@@ -63,7 +64,7 @@ def to_text(graph: Graph, made_by: str, plan: Plan) -> str:
         "format": FORMAT,
         "pass": made_by,
         "plan": _plan(plan),
-        "saved": meta.is_for_backward(output(graph)),
+        "saved": is_for_backward(output(graph)),
     }
     specs = [
         json.dumps(writer.value(spec.values()), separators=(",", ":")) for spec in writer.specs
@@ -210,7 +211,7 @@ def _read(values: Any) -> tuple[GraphModule, Plan, str]:
         reader.node(*entry)
     if not any(node.op == "output" for node in reader.graph.nodes):
         raise FormatError("the graph has no output: the text is cut off")
-    meta.set_for_backward(output(reader.graph), values["saved"])
+    set_for_backward(output(reader.graph), values["saved"])
     reader.graph.lint()
     module = SimpleNamespace(graph=reader.graph, meta={})  # what passes that only read look at
     return cast("GraphModule", module), _plan_of(values["plan"]), str(values["pass"])

@@ -16,8 +16,9 @@ from compiled_fsdp.ir import quantized
 from compiled_fsdp.ir.collectives import HOST, group_of
 from compiled_fsdp.ir.graph import phase_of, value
 from compiled_fsdp.ir.regions import Region, find_regions
-from compiled_fsdp.ir.repeats import Repeats, Span, find_repeats
+from compiled_fsdp.ir.repeats import Repeats, find_repeats
 from compiled_fsdp.ir.schema import RETAIN
+from compiled_fsdp.ir.spans import Span
 from compiled_fsdp.ir.subgraphs import unit_called_by
 from compiled_fsdp.options import note, text
 from compiled_fsdp.planning import chunks
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
     from compiled_fsdp.options import Consumed
+    from compiled_fsdp.planning.costs import Costs
     from compiled_fsdp.planning.memory import MemoryProfile
     from compiled_fsdp.planning.plan import Plan
 
@@ -139,21 +141,11 @@ class GraphRecord:
         `inline` as in `passes.base.Context`.
         """
         regions = {kind: find_regions(graph, kind) for kind in ("gather", "reduce")}
-        kinds: dict[str, int] = {}
-        for alive in memory.alive:
-            kinds[alive.kind] = kinds.get(alive.kind, 0) + alive.num_bytes
         predicted = None
         if plan.costs is not None:
-            line = predict(graph, plan.costs.fused(is_fused))
+            predicted = _predicted(graph, plan.costs.fused(is_fused))
             note(consumed, "predictions", "Plan.costs")
-            predicted = {
-                "total": line.total,
-                "exposed": sum(line.exposed.values()),
-                "wire": line.on_wire,
-                "to_host": line.on_the_way(HOST),
-                "from_host": sum(map(line.on_the_way, line.copied)) - line.on_the_way(HOST),
-            }
-        repeats = Repeats([], [], [], is_dynamic=False, written=frozenset(), home={})
+        repeats = Repeats([], [], [], is_dynamic=False)
         called = _called_units(graph)
         if called:
             note(consumed, "outline_units", "Plan.regions")
@@ -173,7 +165,7 @@ class GraphRecord:
             plan={name: text(asked.shown(name)) for name in ASKED},
             peak=memory.peak,
             peak_at=memory.node.name,
-            peak_kinds=kinds,
+            peak_kinds=_by_kind(memory),
             predicted=predicted,
             units=_units(r for found in regions.values() for r in found),
             retained=_units(r for r in regions["reduce"] if not r.starts and _is_retained(r)),
@@ -213,10 +205,28 @@ class GraphRecord:
         return cls(**values)
 
 
+def _predicted(graph: Graph, costs: Costs) -> dict[str, float]:
+    """The seconds of a graph, as `GraphRecord.predicted`."""
+    line = predict(graph, costs)
+    return {
+        "total": line.total,
+        "exposed": sum(line.exposed.values()),
+        "wire": line.on_wire,
+        "to_host": line.on_the_way(HOST),
+        "from_host": sum(map(line.on_the_way, line.copied)) - line.on_the_way(HOST),
+    }
+
+
+def _by_kind(memory: MemoryProfile) -> dict[str, int]:
+    """The bytes that are alive at the peak, by what they are."""
+    kinds: dict[str, int] = {}
+    for alive in memory.alive:
+        kinds[alive.kind] = kinds.get(alive.kind, 0) + alive.num_bytes
+    return kinds
+
+
 def _called_units(graph: Graph) -> list[dict[str, Any]]:
-    """As regions: units that are subgraphs since Dynamo traced them,
-    each with its number of calls.
-    """
+    """As regions: units that are subgraphs since Dynamo traced them, with how many calls each."""
     calls: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if unit_called_by(node) is not None:
@@ -237,14 +247,17 @@ def _sent(region: Region) -> list[Node]:
 
 
 def _units(regions: Iterable[Region]) -> list[str]:
+    """The units that communications are for, in order."""
     return list(dict.fromkeys(spec.unit for region in regions for spec in region.tag.specs))
 
 
 def _is_retained(region: Region) -> bool:
+    """Whether a reduction's gradients are kept for a later backward."""
     return any(node.target is RETAIN for node in region.nodes)
 
 
 def _by_option(consumed: Consumed) -> list[tuple[str, list[str], list[str]]]:
+    """As `GraphRecord.consumed`."""
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (option, unit), by in consumed.items():
         found.setdefault((option, tuple(by)), []).append(unit)

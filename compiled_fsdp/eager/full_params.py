@@ -1,8 +1,7 @@
 """The full parameters of one unit in eager mode: gathered in the background, registered, and freed.
 
-One all-gather for each (compute dtype, group), with the arithmetic of `collectives.py`, and one for
-each group of what brings an all-gather of its own. The unsharded parameters are autograd leaves
-whose storage is emptied and refilled, so that what autograd saved stays valid.
+The unsharded parameters are autograd leaves whose storage is emptied and refilled, so that what
+autograd saved stays valid. How they are gathered: `gathering.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +12,10 @@ import torch
 from torch import Tensor
 
 from compiled_fsdp.errors import shortened, warn_once
-from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import transfers
-from compiled_fsdp.ir.checksums import Watched, is_checked, is_of_slices
-from compiled_fsdp.ir.quantized import gathers_bytes
 from compiled_fsdp.options import is_verifying
-from compiled_fsdp.torch_private.autograd import allocate, preserve_version, set_versions
-from compiled_fsdp.units.extension import Extension, buckets, fill_all, gather_extensions
-from compiled_fsdp.units.precision import policy_of
+from compiled_fsdp.torch_private.autograd import set_versions
+from compiled_fsdp.units.extension import Extension, fill_all
 from compiled_fsdp.units.unwritten import (
     BEFORE_FORWARD,
     IN_FORWARD,
@@ -28,30 +23,27 @@ from compiled_fsdp.units.unwritten import (
     check_unwritten,
     checksum,
 )
-from compiled_fsdp.wire import agreement, launch, ranges
-from compiled_fsdp.wire.deferred import Deferred
+from compiled_fsdp.wire import agreement, ranges
 from compiled_fsdp.wire.leaving import outside
 from compiled_fsdp.wire.ops import TRACED
 
+from .gathering import extension_gathers, fill, start_gathers
 from .resident import drop as drop_resident
 from .resident import num_steps
-from .tree import in_backward
+from .tree import WHO, in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from contextlib import AbstractContextManager
 
-    from compiled_fsdp.ir.spec import ParamSpec
     from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
-    from compiled_fsdp.wire.deferred import Value as Recorded
 
+    from .gathering import ExtensionGathers, Gathers
 
-WHO = "eager runtime"  # consumes options
-NUM_LOOKED = (
-    4  # gathers of a unit whose bits are compared: what forward writes in one, it does in all
-)
+# Gathers of a unit whose bits are compared: what forward writes in one, it does in all.
+NUM_LOOKED = 4
 
 
 def span(what: str, unit: str) -> AbstractContextManager[object]:
@@ -94,16 +86,14 @@ class FullParams:
         self.were_trained: list[tuple[ShardedParam, bool]] = []
         self.slices: dict[ShardedParam, Tensor] = {}
         self.versions: list[int] = []
-        self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
+        self.pending: Gathers = []
         self.pending_versions: list[int] = []
         self.checksums: list[tuple[FlatBuffer, Tensor]] = []
         self.kept: list[tuple[FlatBuffer, Tensor]] = []
         self.ahead_of = IN_FORWARD
         self.num_gathered = self.num_compiled = 0
         self.extensions: dict[ShardedParam, Extension] = {}
-        self.pending_extensions: list[
-            tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]
-        ] = []
+        self.pending_extensions: ExtensionGathers = []
         self.resident_versions: list[int] = []
         self.is_agreed = self.asks_anew = False
         self.freed: list[tuple[Tensor, int]] = []
@@ -136,15 +126,13 @@ class FullParams:
         self.pending_versions = self.versions_now()
         with torch.inference_mode(mode=False), torch.no_grad(), span("all_gather", self.unit.name):
             self.pending = self.start_gathers()
-            self.pending_extensions = self._extension_gathers()
+            self.pending_extensions = extension_gathers(self.unit, self.extensions)
             for program, *_ in self.pending_extensions:
                 program.advance()
 
     def _sum_up(self, ahead_of: str) -> None:
-        self.ahead_of, self.checksums = (
-            ahead_of,
-            [(flat, checksum(flat.data)) for flat in self.unit.flats],
-        )
+        self.ahead_of = ahead_of
+        self.checksums = [(flat, checksum(flat.data)) for flat in self.unit.flats]
 
     def keep(self) -> None:
         """Full parameters stay for another forward: from now on, writes to the sharded ones count,
@@ -209,7 +197,7 @@ class FullParams:
                 program.finish()
                 bucket = transfers.GatheredBucket([spec for _, spec in members])
                 for place, (param, _) in enumerate(members):
-                    _fill(param, gathered.tensor, bucket, place)
+                    fill(param, gathered.tensor, bucket, place)
             self._unmark_freed()
             for program, gathered, inputs in extensions:
                 program.finish()
@@ -319,73 +307,11 @@ class FullParams:
         """How often optimizers stepped, and the flat buffers were written."""
         return [num_steps()] + [version for flat in self.unit.flats for version in flat.version()]
 
-    def start_gathers(
-        self,
-    ) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
-        """Start one all-gather for each (compute dtype, group) over all flat buffers."""
+    def start_gathers(self) -> Gathers:
+        """Agree with the other ranks, and start."""
         self.unit.was_read = True
         self._agree()
-        buckets: dict[object, list[tuple[transfers.Source, ParamSpec, ShardedParam]]] = {}
-        for flat in self.unit.flats:
-            whole = transfers.Source(flat.data.detach(), flat.layout.numel, flat.data.dtype)
-            for param in flat.params:
-                if param.extends:
-                    continue
-                spec, source = param.spec, whole
-                if param in self.slices:
-                    spec = spec.over_post_group()
-                    kept = self.slices[param]
-                    source = transfers.Source(kept, kept.numel(), kept.dtype)
-                buckets.setdefault((spec.dtype, spec.group), []).append((source, spec, param))
-        gathers = []
-        for members in buckets.values():
-            names = ", ".join(param.fqn for _, _, param in members)
-            options = dict.fromkeys(o for _, spec, _ in members for o in comm.gather_options(spec))
-            self.unit.options.consume(WHO, *options)
-            run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][1].group)
-            watched = self._watched(run, [(spec, param) for _, spec, param in members])
-            gathered = transfers.gather_bucket(
-                watched, [(source, spec) for source, spec, _ in members]
-            )
-            run.advance()
-            gathers.append((run, gathered, [(param, spec) for _, spec, param in members]))
-        return gathers
-
-    def _watched(
-        self, run: Deferred, members: Sequence[tuple[ParamSpec, ShardedParam]]
-    ) -> Deferred | Watched:
-        """What runs a gather: with checksums around it, if the unit is checked."""
-        specs = [spec for spec, _ in members]
-        if not is_checked(specs):
-            return run
-        self.unit.options.consume(WHO, "check")
-        flats = [f for f in self.unit.flats if any(param in f.params for _, param in members)]
-        sources = [n for _, param in members for n, f in enumerate(flats) if param in f.params]
-        is_cast = gathers_bytes(specs) or any(f.data.dtype != specs[0].dtype for f in flats)
-        phase = "backward" if in_backward() else "forward"
-        if is_of_slices(specs):
-            return Watched(run, specs, phase)
-        sized = [(f.data, f.layout.numel) for f in flats]
-        return Watched(run, specs, phase, sized, sources, is_cast=is_cast)
-
-    def _extension_gathers(
-        self,
-    ) -> list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]]:
-        """One all-gather for each group, of what the subclasses contribute."""
-        for flat in self.unit.flats:
-            for param in flat.params:
-                if param.extends and param not in self.extensions:
-                    own = policy_of(self.unit.mp_policy, param.compute)
-                    self.extensions[param] = Extension(param, flat.mesh_info.shard_mesh, own)
-        gathers = []
-        for members in buckets(self.extensions.values()):
-            names = ", ".join(extension.param.fqn for extension, _ in members)
-            self.unit.options.consume(WHO, *comm.gather_options(members[0][0].param.spec))
-            run = Deferred(
-                f"all-gather of {self.unit.name} ({names})", members[0][0].param.spec.group
-            )
-            gathers.append((run, gather_extensions(run, members), members))
-        return gathers
+        return start_gathers(self.unit, self.slices)
 
     @property
     def is_in_graphs(self) -> bool:
@@ -446,39 +372,6 @@ def _set_requires_grad(tensor: Tensor, value: bool) -> None:
     """Inside of `torch.func`'s transformations torch refuses even to set it to what it is."""
     if tensor.requires_grad is not value:
         tensor.requires_grad_(value)
-
-
-def _fill(
-    param: ShardedParam, gathered: Tensor, bucket: transfers.GatheredBucket, place: int
-) -> None:
-    """Copy one parameter out of a gathered bucket, into the storage that autograd may hold views
-    of.
-    """
-    spec = bucket.specs[place]
-    if param.is_shard_whole:
-        if (
-            param.unsharded is None or param.gathered.data_ptr() != param.local.data_ptr()
-        ):  # the first time, or it has moved
-            param.set_gathered(
-                param.local.detach()
-            )  # with its version: autograd sees an optimizer's step before backward
-        return
-    if (
-        param.unsharded is None
-        or param.is_borrowed
-        or param.unsharded.dtype != spec.dtype
-        or param.gathered.is_inference()  # `.data = x` under inference_mode; nobody may fill it
-    ):
-        padded = gathered.new_empty(spec.padded_shape, dtype=spec.dtype)
-        full = padded.narrow(spec.dim, 0, spec.shape[spec.dim])
-        param.set_gathered(full)
-    full = param.gathered
-    columns = bucket.columns(launch.call, gathered, place)
-    with preserve_version(full):
-        allocate(full, columns.numel() * columns.element_size())
-        padded = full.as_strided(spec.padded_shape, full.stride())
-        apart = padded.view(*spec.shape[: spec.dim], spec.group_size, *spec.shard_shape[spec.dim :])
-        apart.movedim(spec.dim, 0).copy_(columns.view(spec.group_size, *spec.shard_shape))
 
 
 def say_they_are_lost(fqns: Sequence[str]) -> None:

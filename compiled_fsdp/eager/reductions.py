@@ -14,8 +14,7 @@ from compiled_fsdp.ir.checksums import Watched, is_checked
 from compiled_fsdp.wire import agreement, leaving
 from compiled_fsdp.wire.deferred import Deferred
 
-from .full_params import WHO
-from .tree import Reduction
+from .tree import WHO, Reduction
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,8 @@ A unit is gathered before its forward and freed after it, gathered again before 
 its gradients are reduced after it: one collective each, as in stock FSDP2, with the arithmetic of
 `collectives.py`, in the background of what is computed meanwhile.
 
-What is gathered, and how: `full_params.py`. In which order units follow each other: `tree.py`.
+What is gathered, and how: `full_params.py`. In which order units follow each other: `tree.py`. What
+is gathered ahead: `prefetch.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.units.handles import OPEN
 from compiled_fsdp.wire.ops import TRACED
 
-from . import reductions, transformed
+from . import prefetch, reductions, transformed
 from .emptied import say_hooked_inputs, say_what_is_emptied
-from .full_params import NUM_LOOKED, WHO, FullParams, span
-from .tree import Tree, in_backward, log, tensors_in
+from .full_params import NUM_LOOKED, FullParams, span
+from .tree import WHO, Tree, in_backward, log, tensors_in
 from .watch import watch_inputs, watch_leaves, watch_output
 from .whose_gradients import say_after_backward, say_after_forward
 
@@ -126,10 +127,8 @@ class Runtime(FullParams):
         if is_transformed():
             transformed.enter(self)
             return inputs
-        if self._calls_itself(
-            module
-        ):  # everything is there, and stays for the call around this one
-            return inputs
+        if self._calls_itself(module):
+            return inputs  # everything is there, and stays for the call around this one
         self.began = next_run()
         with span("pre_forward", self.unit.name):
             self.tree.recover()
@@ -187,18 +186,7 @@ class Runtime(FullParams):
         tree.last_forward = self
         tree.entered.pop(self, None)
         tree.entered[self] = None
-        following = tree.next_forward.get(self)
-        if self.prefetch["forward"]:
-            self.unit.options.consume(WHO, "set_modules_to_forward_prefetch")
-        may_prefetch = (
-            following is not None and self.unit.settings.forward_prefetch and not following.is_apart
-        )
-        by_default = [following] if following is not None and may_prefetch else []
-        for target in self.prefetch["forward"] or by_default:
-            target.start_unshard()
-        after = tree.next_forward.get(following) if following is not None else None
-        if by_default and after is not None and not after.is_apart:
-            after.start_copies()
+        prefetch.in_forward(self)
 
     @untraced
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -222,10 +210,8 @@ class Runtime(FullParams):
             if len(self.has_run) == len(self.unit.modules):
                 self._end_of_forward()
             if self.unit.is_outermost:
-                for (
-                    runtime
-                ) in self.tree.in_order():  # list units of which this forward left out a member
-                    if runtime.has_run:
+                for runtime in self.tree.in_order():
+                    if runtime.has_run:  # a list unit of which this forward left out a member
                         runtime._end_of_forward()
                 transformed.end_of_forward(self.tree)
             if self.num_gathered <= NUM_LOOKED:
@@ -305,7 +291,7 @@ class Runtime(FullParams):
                 tree.note_double(self)
                 self._unshard_for_backward()
                 if self.unit.settings.backward_prefetch == "pre" or self.prefetch["backward"]:
-                    self._prefetch_backward()
+                    prefetch.in_backward(self)
         else:
             self._unshard_for_backward()
         return grad
@@ -321,19 +307,6 @@ class Runtime(FullParams):
             for param in runtime.unit.params if runtime.is_unsharded else ():
                 param.show_handle(OPEN)
                 param.begin_backward()
-
-    def _prefetch_backward(self) -> None:
-        tree = self.tree
-        index = self.indices.pop() if self.indices else 0
-        earlier = [r for r in reversed(tree.order[max(0, index - 2) : index])]
-        if self.prefetch["backward"]:
-            self.unit.options.consume(WHO, "set_modules_to_backward_prefetch")
-        for target in self.prefetch["backward"] or earlier[:1]:
-            if target.unit.settings.unshard_in_backward:
-                target.start_unshard()
-        for target in () if self.prefetch["backward"] else earlier[1:]:
-            if target.unit.settings.unshard_in_backward:
-                target.start_copies()
 
     def come_to_inputs(self, again: object | None) -> None:
         """The running backward has all gradients inside the module. Unless one around it comes back
@@ -363,7 +336,7 @@ class Runtime(FullParams):
         for param in self.unit.params:
             param.end_backward()
         if self.unit.settings.backward_prefetch == "post" and not is_end:
-            self._prefetch_backward()
+            prefetch.in_backward(self)
         with span("post_backward_reduce", self.unit.name), torch.no_grad():
             with_zeros = (
                 self.unit.settings.reduce_unused and not self.gave_zeros and self.tree.delivers

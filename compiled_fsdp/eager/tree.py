@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 
-log = logging.getLogger(
-    "torch.distributed.fsdp.fully_shard"
-)  # torch's own: TORCH_LOGS="+fsdp" shows both
+WHO = "eager runtime"  # consumes options
+# Torch's own: TORCH_LOGS="+fsdp" shows both.
+log = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 
 # Of all models; those without members were absorbed by others.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.ir.collectives import asked_by
 from compiled_fsdp.optim.muon import Muon
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.dtensors import local_tensor
@@ -124,8 +125,8 @@ def check_ready(mode: str, units: Sequence[Unit], ignored: Sequence[Ignored]) ->
         settings = unit.settings
         why = {
             "parameters that rest on the host (offload_policy, CPUOffload)": unit.offload,
-            "set_custom_all_gather": settings.all_gather,
-            "set_custom_reduce_scatter": settings.reduce_scatter,
+            asked_by(settings.all_gather, "set_custom_all_gather"): settings.all_gather,
+            asked_by(settings.reduce_scatter, "set_custom_reduce_scatter"): settings.reduce_scatter,
             "set_all_reduce_hook": settings.all_reduce_hook,
             "Plan(check=...)": settings.check or plan.check,
             "Plan(optimizer_state=...)": plan.optimizer_state,

@@ -21,7 +21,7 @@ from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.inspection.collect import after_first_step, has_trained
 from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.torch_private.groups import is_alone
-from compiled_fsdp.units.unit import sharded_as
+from compiled_fsdp.units.cutting import sharded_as
 from compiled_fsdp.wire.agreement import agree
 from compiled_fsdp.wire.divergence import DivergenceError, describe
 from compiled_fsdp.wire.ops import TRACED

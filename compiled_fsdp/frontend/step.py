@@ -5,8 +5,8 @@ which the passes schedule and `verify` checks as a whole (`compiler/stitch.py`).
 user's own optimizer, stepped for the parameters of a unit where the unit's gradients are there:
 learning rates, schedules and state dicts are its own, and no recompile follows from them.
 
-Private torch used here (tried on 2.13): what optimizers leave for learning rate schedulers, the
-hooks of tensors, and `torch.utils._pytree`.
+Private torch used here (tried on 2.13): what optimizers leave for learning rate schedulers, and
+`torch.utils._pytree`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,15 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.verdict import compare
-from compiled_fsdp.errors import shortened, warn_once
-from compiled_fsdp.torch_private.dynamo import (
-    compile_for_good,
-    error_of_backend,
-    uncompiled,
-    untraced,
-    why_no_graph,
-)
-from compiled_fsdp.torch_private.modules import hooked_on_backward
+from compiled_fsdp.errors import warn_once
+from compiled_fsdp.torch_private.dynamo import compile_for_good, uncompiled, untraced
 from compiled_fsdp.wire import copies
 from compiled_fsdp.wire.captured import Captures, each_run, on_device
 from compiled_fsdp.wire.ignored import Ignored
@@ -42,11 +34,12 @@ from .captures import TOLD, Capturable, captures_of, check_ready
 from .hosted_states import HostedStates
 from .ignored import IgnoredParams
 from .matrices import Matrices
-from .optimizers import LOOP, Optimizers, Told
+from .optimizers import Optimizers, Told
 from .scaling import Scaling
 from .state import follow_user_below
 from .states_at_rest import bring_home
-from .step_values import batches, loss_and_others, what_is_strange
+from .step_errors import check_gradient, check_trainable, raise_explained, say_compiled_often
+from .step_values import batches, function_of, with_own_code
 from .stepped import announce_updated
 
 if TYPE_CHECKING:
@@ -101,28 +94,14 @@ class Step:
         self._ignored = ignored
         self._updated: dict[FlatBuffer | Ignored, None] = {}
         self._kept: dict[nn.Parameter, tuple[int, int]] = {}
-        inner, name, count = uncompiled(model), self.name, self.num_batches
-        self._model: nn.Module = inner
-
-        def part(args: Sequence[Any], more: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...]]:
-            found = inner(*args, **more) if loss_fn is None else loss_fn(inner, *args, **more)
-            loss, others = loss_and_others(found, name)
-            return (loss if count == 1 else loss / count), others
-
-        def one(*batch: Any, **more: Any) -> Any:
-            loss, others = part(batch, more)
-            return (loss,), (others,)
-
-        def several(*batches: tuple[Sequence[Any], dict[str, Any]]) -> Any:
-            parts = [part(*batch) for batch in batches]
-            return tuple(loss for loss, _ in parts), tuple(others for _, others in parts)
-
-        plain = one if count == 1 else several
-
-        def scaled(scale: Tensor, *batch: Any, **more: Any) -> tuple[Tensor, Any]:
-            return scale.double().reciprocal().float(), plain(*batch, **more)
-
-        self._function = scaled if wanted.get("is_scaled") else plain
+        self._model: nn.Module = uncompiled(model)
+        self._function = function_of(
+            self._model,
+            loss_fn,
+            self.name,
+            self.num_batches,
+            is_scaled=bool(wanted.get("is_scaled")),
+        )
         self._options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": dynamic}
         self._patches = patches
         if wanted["captures"]:
@@ -135,7 +114,7 @@ class Step:
         self._wanted = {
             **wanted,
             "name": self.name,
-            "order": tuple(self._names(inner)),
+            "order": tuple(self._names(self._model)),
             "units": tuple(unit.key for unit in units),
         }
         self._matrices = Matrices(units, optimizers, self._take, self._told)
@@ -166,7 +145,7 @@ class Step:
         if planned.items() <= self._wanted.items():
             return
         self._wanted.update(planned)
-        own = _own(self._function, self.name)
+        own = with_own_code(self._function, self.name)
         self._code = own.__code__
         compile_for_good(self._code, self._note_compiled_often)
         self._run: Callable[..., Any] = torch.compile(
@@ -177,15 +156,7 @@ class Step:
 
     def _note_compiled_often(self, times: int, why: str) -> None:
         """Dynamo would raise; other ranks may be in a graph."""
-        warn_once(
-            f"compile_step: {self.name} was compiled {times} times, as often as "
-            f"torch._dynamo.config.recompile_limit has it, last because {why}. It is compiled on "
-            "for every new kind of input. Pass numbers that change from step to step as arguments "
-            "(of a module's attribute, p of a dropout say, each value is a graph), append to no "
-            "list in loss_fn (return what is to be kept: return loss, metrics), and mark sizes "
-            "that change with torch._dynamo.mark_dynamic",
-            about=f"{self.name} is compiled often",
-        )
+        say_compiled_often(self.name, times, why)
 
     def _signature(self) -> tuple[object, ...]:
         """Changes if the step has to be planned anew."""
@@ -274,27 +245,7 @@ class Step:
 
     def _explain(self, error: BaseException) -> None:
         """Say in our words what Dynamo says; and that a step has ended halfway."""
-        inner = error_of_backend(error)
-        if isinstance(inner, NotImplementedError):
-            raise inner from None
-        if self.num_batches > 1 and "modified by an inplace operation" in str(inner):
-            raise NotImplementedError(
-                f"compile_step: accumulate={self.num_batches}, and forward writes in place to what "
-                "backward needs of a micro-batch before: in the graph all forwards are captured "
-                "before the backwards, in the loop each backward comes before the next forward. "
-                f"Write behind the step, or leave accumulate out. {LOOP}"
-            ) from error
-        if kind := what_is_strange(self.name):
-            raise TypeError(
-                f"compile_step: loss_fn (or the model, without one) returns {kind}; should be the "
-                "loss, a tensor of one element, or a tuple that begins with it, all others "
-                "detached: return loss, {'accuracy': accuracy.detach()}. step(...) returns the same"
-            ) from None
-        if why := why_no_graph(error):
-            raise NotImplementedError(
-                f"compile_step: the model with its loss is not one graph: {why}. Make it one "
-                f"(torch.compile(..., fullgraph=True) of it says where it breaks). {LOOP}"
-            ) from error
+        raise_explained(error, self.name, self.num_batches)
         if self._updated:
             warn_once(
                 "compile_step: an exception left a step when some units were updated and others "
@@ -303,17 +254,7 @@ class Step:
 
     def _check(self) -> None:
         """What a graph cannot see, and the loop would have done."""
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "compile_step: called in inference mode, where nothing can be trained. "
-                "Call it outside"
-            )
-        if names := hooked_on_backward(self._model):
-            raise NotImplementedError(
-                f"compile_step: hooks on the backward of {shortened(names)} would not be called: "
-                "backward is a part of the graph. Remove them, or register them on a tensor in "
-                f"forward (output.register_hook). {LOOP}"
-            )
+        check_trainable(self._model)
         params = self._held()
         self.optimizers.check_ready()
         if self.captures is not None:
@@ -330,17 +271,7 @@ class Step:
         for p, own in held:
             if own in kept and _state(own.grad) == kept[own]:
                 own.grad = None
-            if own.grad is not None:
-                raise RuntimeError(
-                    f"compile_step: {p.fqn} has a gradient of an earlier backward, which the step "
-                    "would not add to. Call optimizer.zero_grad() before, which drops gradients "
-                    "(zeros, of set_to_none=False, are gradients too)"
-                )
-            if own._backward_hooks or own._post_accumulate_grad_hooks:
-                raise RuntimeError(
-                    f"compile_step: {p.fqn} has hooks on its gradient, which would not be called: "
-                    f"it goes from the reduction to the update. Remove them. {LOOP}"
-                )
+            check_gradient(p.fqn, own)
 
     def _judge(self) -> None:
         """Called by a graph, once all gradients are reduced and nothing is updated."""
@@ -464,12 +395,3 @@ def _drop_gathered(optimizer: optim.Optimizer) -> None:
         for step in list(_made):
             step.drop_gathered(optimizer)
         bring_home(optimizer, list(optimizer.state))
-
-
-def _own(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same function with a code object of its own,
-    since Dynamo keeps what it compiles there.
-    """
-    made: Any = function
-    code = made.__code__.replace(co_name=name)
-    return FunctionType(code, made.__globals__, name, made.__defaults__, made.__closure__)

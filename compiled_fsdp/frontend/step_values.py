@@ -1,17 +1,63 @@
-"""What a whole step is called with, and what its loss function returns.
+"""The function that a whole step compiles: what it is called with, what it calls, and what its loss
+function returns.
 
 Private torch used here (tried on 2.13): `torch.utils._pytree`.
 """
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+
+def function_of(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor | tuple[Any, ...]] | None,
+    name: str,
+    count: int,
+    *,
+    is_scaled: bool,
+) -> Callable[..., Any]:
+    """The function of the step of this name, which Dynamo traces: from a batch, or the arguments of
+    each of `count` micro-batches, to their losses, and what else `loss_fn` returns for each.
+
+    is_scaled: it takes the scale of the losses first, and returns the inverse of that first.
+    """
+
+    def part(args: Sequence[Any], more: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...]]:
+        found = model(*args, **more) if loss_fn is None else loss_fn(model, *args, **more)
+        loss, others = loss_and_others(found, name)
+        return (loss if count == 1 else loss / count), others
+
+    def one(*batch: Any, **more: Any) -> Any:
+        loss, others = part(batch, more)
+        return (loss,), (others,)
+
+    def several(*batches: tuple[Sequence[Any], dict[str, Any]]) -> Any:
+        parts = [part(*batch) for batch in batches]
+        return tuple(loss for loss, _ in parts), tuple(others for _, others in parts)
+
+    plain = one if count == 1 else several
+
+    def scaled(scale: Tensor, *batch: Any, **more: Any) -> tuple[Tensor, Any]:
+        return scale.double().reciprocal().float(), plain(*batch, **more)
+
+    return scaled if is_scaled else plain
+
+
+def with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same function with a code object of its own: Dynamo keeps there what it compiles."""
+    made: Any = function
+    code = made.__code__.replace(co_name=name)
+    return FunctionType(code, made.__globals__, name, made.__defaults__, made.__closure__)
 
 
 def batches(given: tuple[Any, ...], more: dict[str, Any], count: int) -> tuple[Any, ...]:

@@ -11,9 +11,10 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy, Shard
 
 from compiled_fsdp.ir.collectives import CUSTOM
 from compiled_fsdp.ir.spec import REGISTRY
+from compiled_fsdp.units.cutting import sharded_as
 from compiled_fsdp.units.layout import flat_layout
 from compiled_fsdp.units.offload import Offload
-from compiled_fsdp.units.unit import Unit, sharded_as
+from compiled_fsdp.units.unit import Unit
 
 from .comm_hook import AllReduceHook, ReduceScatterHook
 from .flat_shard import FlatShard, FlatShardBuffer, members_of

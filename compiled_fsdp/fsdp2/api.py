@@ -20,6 +20,7 @@ from compiled_fsdp.frontend.stepped import ignore
 from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.torch_private.dynamo import uncompiled
 from compiled_fsdp.torch_private.modules import is_replicated, plain_name
+from compiled_fsdp.units.cutting import sharded_as
 from compiled_fsdp.units.extension import has_extension
 from compiled_fsdp.units.hooks import say_lost
 from compiled_fsdp.units.mesh import resolve_mesh, resolve_placement, resolve_reshard
@@ -28,7 +29,7 @@ from compiled_fsdp.units.param import Original
 from compiled_fsdp.units.precision import ask_override, check_grad_dtype
 from compiled_fsdp.units.registered import Registered, sharded_behind
 from compiled_fsdp.units.tensor_parallel import place
-from compiled_fsdp.units.unit import Unit, sharded_as
+from compiled_fsdp.units.unit import Unit
 
 from .fsdp_module import FSDPModule
 from .module import shard_classes, share_params

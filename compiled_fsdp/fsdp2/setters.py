@@ -14,9 +14,11 @@ from typing_extensions import deprecated
 from compiled_fsdp.errors import named
 from compiled_fsdp.frontend.arguments import check_bool, check_callable, check_factor
 from compiled_fsdp.frontend.state import State, get_state, states_below
-from compiled_fsdp.ir.collectives import CUSTOM
+from compiled_fsdp.ir.collectives import CUSTOM, asked_by
 from compiled_fsdp.ir.spec import REGISTRY
+from compiled_fsdp.torch_private.groups import group_named, is_alone
 from compiled_fsdp.units.settings import Settings
+from compiled_fsdp.wire import symmetric
 
 from .hook_stream import HookOnStream
 
@@ -37,6 +39,7 @@ SETTERS = {
     "all_gather": "set_custom_all_gather",
     "reduce_scatter": "set_custom_reduce_scatter",
 }
+COMMUNICATIONS = ("all_gather", "reduce_scatter")  # those of them that say how bytes travel
 
 
 class Setters:
@@ -342,18 +345,40 @@ class Setters:
         )
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Not there: needs NCCL's symmetric memory.
+        """Gather to symmetric memory, which lets NCCL copy by engines of its own
+        (`NCCL_CTA_POLICY=2`) or by kernels that need fewer of the device's processors; collective.
+        Also reduce from and to it, if `set_force_sum_reduction_for_comms(True)` was called before.
+
+        In a graph its gathers are nodes apart, in no bucket and in no memory that the compiler
+        plans, as those of `set_custom_all_gather`. `python -m compiled_fsdp simulate` accepts it.
 
         Raises:
             AssertionError: a custom communication is installed.
-            NotImplementedError: always, otherwise.
+            ValueError: `backend` is not "NCCL".
+            RuntimeError: parameters are not on a CUDA device, or this torch cannot allocate so.
         """
-        self._fsdp_no_custom("set_symm_mem_for_comm")
-        raise NotImplementedError(
-            f"FSDPModule.set_symm_mem_for_comm({backend!r}): not supported, since what a graph "
-            "gathers lies in memory that its compiler plans, not in NCCL's symmetric memory; "
-            "nothing was changed. Leave it out: the numbers are the same"
+        state = self._fsdp_no_custom("set_symm_mem_for_comm")
+        unit = state.unit
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm: backend={backend!r}; should be 'NCCL'")
+        groups = list(dict.fromkeys(flat.mesh_info.shard_group for flat in unit.flats))
+        groups = [group for group in groups if not is_alone(group)]
+        if not groups:
+            return
+        kind = unit.mesh_info.device.type
+        if not symmetric.is_on(kind):
+            raise RuntimeError(
+                f"set_symm_mem_for_comm({backend!r}): the parameters of {unit.name!r} are gathered "
+                f"on {kind!r}, and NCCL's symmetric memory is CUDA memory; nothing was changed. "
+                "Leave it out: the numbers are the same"
+            )
+        symmetric.begin(
+            backend, [*groups, *(group_named(name) for name in unit.reduce_groups.values())]
         )
+        changed = {"all_gather": CUSTOM + REGISTRY.key(symmetric.ALL_GATHER)}
+        if unit.settings.force_sum:
+            changed["reduce_scatter"] = CUSTOM + REGISTRY.key(symmetric.REDUCE_SCATTER)
+        self._fsdp_set(recurse=False, **changed)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: gathers are asynchronous anyway."""
@@ -368,7 +393,8 @@ class Setters:
             settings: Settings = state.unit.settings
             for name, value in changes.items():
                 setattr(settings, name, value)
-                state.unit.options.ask(SETTERS[name], value, DEFAULTS[name])
+                setter = asked_by(str(value), SETTERS[name])
+                state.unit.options.ask(setter, value, DEFAULTS[name])
             state.unit.publish()
 
     def _fsdp_prefetch(
@@ -390,13 +416,17 @@ class Setters:
             )
         return state
 
-    def _fsdp_no_custom(self, method: str) -> None:
-        settings = self._fsdp_own().unit.settings
-        if settings.all_gather or settings.reduce_scatter:
-            raise AssertionError(
-                f"{method} cannot be called after set_custom_all_gather or "
-                "set_custom_reduce_scatter"
-            )
+    def _fsdp_no_custom(self, method: str) -> State:
+        state = self._fsdp_own()
+        settings = state.unit.settings
+        known = {
+            asked_by(algorithm, SETTERS[name])
+            for name in COMMUNICATIONS
+            if (algorithm := getattr(settings, name))
+        }
+        if found := sorted(known - {method}):
+            raise AssertionError(f"{method} cannot be called after {found[0]}")
+        return state
 
     def _fsdp_only_without_nccl(self, method: str) -> None:
         if dist.get_backend(self._fsdp_own().unit.mesh_info.shard_group) == "nccl":

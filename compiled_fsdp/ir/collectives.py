@@ -1,8 +1,9 @@
-"""The arithmetic around each collective, written once for two executors.
+"""The arithmetic around each collective, written once for four executors.
 
-Every function takes `run`, which applies an op: `launch.call` applies it to real tensors (eager
-runtime, unlowered IR ops), the graph builder in `graph.py` appends a node. So lowering and eager
-mode cannot drift apart.
+Every function takes `run`, which applies an op: `launch.call` applies it to real tensors (unlowered
+IR ops), the graph builder in `graph.py` appends a node, `Deferred` records it until it is needed
+(eager runtime), `Expressions` says what it means (the verifier). So lowering and eager mode cannot
+drift apart.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from . import quantized, schema
-from .spec import MEAN
+from .spec import MEAN, REGISTRY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,6 +40,12 @@ OWN = "_exchanges"  # behind the name of a group: a second one, for the user's a
 CUSTOM = "custom:"  # before a key in `spec.REGISTRY`: an algorithm that the user brought
 
 
+def asked_by(algorithm: str, setter: str) -> str:
+    """Returns which setter asked for an algorithm in `REGISTRY`: its `asked_by`, or `setter`."""
+    found: str = getattr(REGISTRY.get(algorithm.removeprefix(CUSTOM), None), "asked_by", setter)
+    return found
+
+
 def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Value:
     """Cast, if the dtypes differ."""
     return x if source == target else run(CONVERT, x, target)
@@ -50,6 +57,7 @@ OPTIONS = (
     "mp_policy.param_dtype",
     "offload_policy",
     "set_custom_all_gather",
+    "set_symm_mem_for_comm",
     "mp_policy.reduce_dtype",
     "set_separate_reduce_scatter_group",
     "set_requires_gradient_sync",
@@ -77,11 +85,9 @@ def gather_options(spec: ParamSpec) -> list[str]:
     """The user's options that decide how this is gathered."""
     options = ["mesh", "mp_policy.param_dtype", *(["offload_policy"] if spec.device else [])]
     options += ["gather_quantized"] if quantized.gathers_bytes([spec]) else []
-    return (
-        [*options, "set_custom_all_gather"]
-        if spec.gather_algorithm and spec.group_size > 1
-        else options
-    )
+    if spec.gather_algorithm and spec.group_size > 1:
+        options.append(asked_by(spec.gather_algorithm, "set_custom_all_gather"))
+    return options
 
 
 def reduce_options(spec: ParamSpec) -> list[str]:
@@ -95,7 +101,7 @@ def reduce_options(spec: ParamSpec) -> list[str]:
     found = ["mesh", "mp_policy.reduce_dtype", "set_separate_reduce_scatter_group", *kept]
     found += ["reduce_quantized"] if quantized.reduces_bytes([spec]) else []
     if how.algorithm.startswith(CUSTOM):
-        found.append("set_custom_reduce_scatter")
+        found.append(asked_by(how.algorithm, "set_custom_reduce_scatter"))
     if how.sync == "scatter":
         return found
     return [

@@ -3,9 +3,6 @@
 `CommTag` lives from `lower` to the end of one run of the pipeline; nothing of ours has to survive
 AOTAutograd, because the ops that do are self-describing. The recompute tags are torch's, read by
 its partitioners (tried on 2.13).
-
-Private torch used here (tried on 2.13): AOTAutograd's descriptors, which say what each output of a
-graph is for.
 """
 
 from __future__ import annotations
@@ -14,16 +11,6 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch._functorch._aot_autograd.descriptors import (
-    BackwardTokenAOTOutput,
-    ForwardTokenAOTOutput,
-    GradAOTOutput,
-    PlainAOTInput,
-    SavedForBackwardsAOTOutput,
-    SavedForBackwardsNoVcCheckAOTOutput,
-    SubclassGetAttrAOTInput,
-    SubclassGetAttrAOTOutput,
-)
 from torch.utils.checkpoint import CheckpointPolicy
 
 if TYPE_CHECKING:
@@ -40,7 +27,6 @@ _CONSUMED, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_record", "fsdp_symbols"
 _HEADS, _CONTEXT = "fsdp_heads", "fsdp_context"
 _RETURNED, _ROOM, _AGAIN = "fsdp_returned", "fsdp_room", "fsdp_again"
 _OFFLOADED, _HOSTED = "fsdp_offloaded", "fsdp_hosted"
-TOKENS = (ForwardTokenAOTOutput, BackwardTokenAOTOutput)
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn
 # a tag into a save.
@@ -122,7 +108,7 @@ def get_consumed(nodes: Iterable[Node]) -> Consumed:
 
 
 def set_room(gm: GraphModule, room: object) -> None:
-    """Keep with a joint graph what was decided about the memory of its step (`budget.Room`)."""
+    """Keep with a joint graph what was decided about the memory of its step (`room.Room`)."""
     gm.meta[_ROOM] = room
 
 
@@ -281,95 +267,41 @@ def was_traced_in_backward(node: Node) -> bool:
     return bool(node.meta.get("partitioner_tag") == "is_backward")
 
 
-def returned(output: Node) -> list[tuple[Node | None, object]]:
-    """Returns the outputs of a graph, each with what torch says that it is (None in hand-written
-    graphs). Inductor takes out of a graph the tokens that order ops with effects,
-    and leaves what is said of them.
-    """
-    nodes: Any = output.args[0]
-    kinds: Any = output.meta.get("desc") or [None] * len(nodes)
-    if len(kinds) > len(nodes):
-        kinds = [kind for kind in kinds if not isinstance(kind, TOKENS)]
-    return list(zip(nodes, kinds, strict=True))
-
-
-def places_of(tangents: Sequence[Node], output: Node, num_outputs: int) -> list[int]:
-    """Where among the outputs of a graph the values stand whose gradients these inputs are: the
-    function that was captured returns them, and behind them, buffers that it has assigned.
-
-    num_outputs: of hand-written graphs, which do not say, they are the last of so many.
-    """
-    wanted = [getattr(tangent.meta.get("desc"), "output", None) for tangent in tangents]
-    if None in wanted:
-        return [*range(num_outputs - len(tangents), num_outputs)]
-    kinds = output.meta.get(_RETURNED) or [kind for _, kind in returned(output)]
-    return [kinds.index(kind) for kind in wanted]
-
-
 # As Dynamo may spell the path of a submodule.
 _MODULES = re.compile(r"__dict__\['_modules'\]\['([^']*)'\]")
 # What Dynamo calls the outermost module: a local, or what a function has closed over.
 _ROOT = re.compile(r"^(L\['\w+'\])?(.*\bcell_contents\b)?")
-# A line of a stack trace: file, line, and what it says.
-_FRAME = re.compile(r'File "(.*)", line (\d+), in .*\n *(.*)')
 
 
-def made_at(tangent: Node, output: Node) -> str:
-    """The module and the line that made the value whose gradient this input is, in words to go
-    behind its shape; "" if torch has not noted it.
-    """
-    kind = getattr(tangent.meta.get("desc"), "output", None)
-    made = next((node for node, each in returned(output) if node and each == kind), None)
-    if made is None:
-        return ""
-    frames = _FRAME.findall(made.meta.get("stack_trace") or "")
-    module = module_of(made)
-    told = f" of {module}" if module else ""
-    return f"{told}, made at {':'.join(frames[-1][:2])}, {frames[-1][2]}" if frames else told
+def get_descriptor(node: Node) -> Any:
+    """What torch says that an input of a graph is, or each of its outputs; None if it does not."""
+    return node.meta.get("desc")
 
 
-def input_of(kind: object) -> int | None:
-    """The place, among the inputs of the captured function, of the tensor that an input of a graph
-    is, or that an output is the gradient of; of a DTensor, its local tensor. None for anything
-    else, and where torch does not say.
-    """
-    if isinstance(kind, SubclassGetAttrAOTInput | SubclassGetAttrAOTOutput):
-        if kind.attr != "_local_tensor":
-            return None
-        kind = kind.base
-    kind = kind.grad_of if isinstance(kind, GradAOTOutput) else kind
-    return kind.idx if isinstance(kind, PlainAOTInput) else None
-
-
-def place_of_input(node: Node) -> int | None:
-    """The same of a graph's input."""
-    return input_of(node.meta.get("desc"))
-
-
-def is_mesh(kind: object) -> bool:
-    """Whether an output of a graph is no tensor, but the mesh of a DTensor."""
-    return isinstance(kind, SubclassGetAttrAOTOutput) and kind.attr == "device_mesh"
+def set_descriptor(node: Node, descriptor: object) -> None:
+    """Say in torch's way what an input of a graph is, or each of its outputs."""
+    node.meta["desc"] = descriptor
 
 
 def note_returned(output: Node, kinds: Sequence[object]) -> None:
-    """Keep for `places_of` what the first outputs are:
-    torch forgets it where it splits a graph with random numbers.
+    """Keep what the first outputs are: torch forgets it where it splits a graph with random
+    numbers.
     """
     output.meta[_RETURNED] = list(kinds)
 
 
-def set_returned(output: Node, pairs: Sequence[tuple[Node | None, object]]) -> None:
-    """Let a graph return something else."""
-    output.args = ([node for node, _ in pairs],)
-    output.meta["desc"] = [kind for _, kind in pairs]
+def noted_returned(output: Node) -> list[object]:
+    """Returns what `note_returned` has kept; [] if nothing."""
+    kinds: list[object] = output.meta.get(_RETURNED) or []
+    return kinds
 
 
-def saved_for_backward(output: Node) -> list[Node]:
-    """Returns the outputs of a graph that are for its backward, not for the user; all of them if
-    torch does not say (hand-written graphs).
+def get_stack_trace(node: Node) -> str:
+    """The lines of the program that made a node, the innermost last; "" if torch has not noted
+    them.
     """
-    ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
-    return [node for node, kind in returned(output) if node is not None and isinstance(kind, ours)]
+    trace: str = node.meta.get("stack_trace") or ""
+    return trace
 
 
 def set_symbols(node: Node, shape: list[str]) -> None:
@@ -383,22 +315,6 @@ def get_symbols(node: Node) -> list[str] | None:
     """The shape as it was printed; None where the value has it."""
     shape: list[str] | None = node.meta.get(_SYMBOLS)
     return shape
-
-
-def is_for_backward(output: Node) -> list[bool] | None:
-    """For each value that a graph returns, whether it is saved for backward; None if torch does not
-    say.
-    """
-    if output.meta.get("desc") is None:
-        return None
-    ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
-    return [isinstance(kind, ours) for _, kind in returned(output)]
-
-
-def set_for_backward(output: Node, flags: list[bool] | None) -> None:
-    """Say what of a rebuilt graph's output is saved for backward."""
-    if flags is not None:
-        output.meta["desc"] = [None if flag else "" for flag in flags]
 
 
 def module_of(node: Node) -> str:

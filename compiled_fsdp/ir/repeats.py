@@ -1,134 +1,23 @@
-"""Computation between collectives, and which of it repeats: layers that compute the same with other
+"""Which computation between collectives repeats: layers that compute the same with other
 weights.
-
-A span is what a graph computes between two nodes that have to stay where they are: collectives and
-their waits, what writes, what marks gradients, random numbers of torch's generator. Views belong to
-it where it makes what they view. Two spans are equal if their nodes, one by one, have the same op,
-options, shapes, strides, dtypes, and read the same places of each other.
 """
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.fx import Node
-from torch.fx.node import map_arg
-
-from .fusion import BECOME_WRITES
-from .graph import find, is_matmul, is_view, output
-from .meta import get_tag
-from .schema import COPY_COLUMNS, FREE, MARK_GRADS, MOMENTUM, TRAITS, UPDATE
+from .graph import is_view
+from .schema import COPY_COLUMNS, TRAITS
+from .spans import Span, may_alias, read_first, spans, yields_dynamic
 from .subgraphs import unit_called_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.fx import Graph
-
-aten, prims = torch.ops.aten, torch.ops.prims
+    from torch.fx import Graph, Node
 
 LEAST_NODES = 8  # that compute, in a span that is worth a call
 LEAST_TIMES = 3  # that it occurs
-MOST_INLINED = 32  # nodes that a span computes again
-ALIGNMENT = 64  # bytes: what vectors and kernels may assume of an address
-
-_KNOWN = frozenset((int,))  # the type of a size that is no symbol
-_CASTS = {prims.convert_element_type.default, aten._to_copy.default}
-_REDUCTIONS = {
-    aten.mean.dim,
-    aten.sum.dim_IntList,
-    aten.amax.default,
-    aten.var_mean.correction,
-}
-
-
-@dataclass(eq=False)
-class Span:
-    """Nodes that compute, in the order in which they do, with nothing between them that has to
-    stay. What it reads and yields is that of the graph when it was first asked for.
-
-    num_moved: how many of the first stand before the collective that the others follow.
-    """
-
-    nodes: list[Node]
-    num_moved: int = 0
-
-    @cached_property
-    def inside(self) -> set[Node]:
-        """The nodes as a set."""
-        return set(self.nodes)
-
-    @property
-    def unit(self) -> str:
-        """The first unit whose parameters it reads; "" for none."""
-        for node in (*self.nodes, *self.inputs):
-            if (tag := get_tag(node)) is not None:
-                return tag.unit.split("#")[0]
-        return ""
-
-    @cached_property
-    def inputs(self) -> list[Node]:
-        """The nodes outside that it reads, in order of first reading."""
-        found: dict[Node, None] = {}
-        for node in self.nodes:
-            found.update((n, None) for n in read_by(node) if n not in self.inside)
-        return list(found)
-
-    @cached_property
-    def outputs(self) -> list[Node]:
-        """The nodes with storage of their own that others read, or view, in order."""
-        found = {self.base(n): None for n in self.nodes if self.is_read_outside(n)}
-        return [node for node in self.nodes if node in found]
-
-    def is_read_outside(self, node: Node) -> bool:
-        """Whether others read this node of it."""
-        return any(user not in self.inside for user in node.users)
-
-    def base(self, node: Node) -> Node:
-        """Returns the node in it that a view is a view of."""
-        while may_alias(node) and _first(node) in self.inside:
-            node = _first(node)
-        return node
-
-    @property
-    def is_callable(self) -> bool:
-        """Whether it can be called as a function: of tensors, on one device, at least one of them
-        in and one out, none of which is a tuple or lies in another.
-        """
-        inputs, outputs = self.inputs, self.outputs
-        values = [n.meta.get("val") for n in (*inputs, *outputs)]
-        tensors = [v for v in values if isinstance(v, torch.Tensor)]
-        return (
-            bool(inputs)
-            and bool(outputs)
-            and len(tensors) == len(values)
-            and all(map(_is_static, inputs))
-            and len({tensor.device for tensor in tensors}) == 1
-            and not any(may_alias(n) for n in outputs)
-        )
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it computes enough to be worth a call."""
-        calls_unit = any(unit_called_by(n) is not None for n in self.nodes)
-        return calls_unit or sum(not may_alias(n) for n in self.nodes) >= LEAST_NODES
-
-    @cached_property
-    def form(self) -> tuple[Any, ...]:
-        """Its computation without names: equal for equal spans."""
-        number = {node: i for i, node in enumerate(self.nodes)}
-        inputs = {node: -1 - i for i, node in enumerate(self.inputs)}
-        lines = tuple(
-            (n.target, _form(n.args, number, inputs), _form(n.kwargs, number, inputs), _values(n))
-            for n in self.nodes
-        )
-        outputs = tuple(number[n] for n in self.outputs)
-        return (lines, tuple(map(_values, inputs)), outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +26,12 @@ class Repeats:
     enough equals.
 
     is_dynamic: whether a value has a size that is not known.
-    written: values that something writes to.
-    home: the span of each node of one.
     """
 
     spans: list[Span]
     groups: list[list[Span]]
     alone: list[Span]
     is_dynamic: bool
-    written: frozenset[Node]
-    home: dict[Node, Span]
 
     @property
     def why_none(self) -> str:
@@ -185,14 +70,17 @@ def find_repeats(graph: Graph) -> Repeats:
     groups: dict[Any, list[Span]] = defaultdict(list)
     found = spans(graph)
     for span in found:
-        if span.is_large and span.is_callable:
+        if _is_large(span) and span.is_callable:
             groups[span.form].append(span)
     often = [group for group in groups.values() if len(group) >= LEAST_TIMES]
     alone = [span for group in groups.values() if len(group) < LEAST_TIMES for span in group]
-    is_dynamic = any(map(_is_dynamic, graph.nodes))
-    written = frozenset(_root(n) for node in graph.nodes for n in _written(node))
-    home = {node: span for span in found for node in span.nodes}
-    return Repeats(found, often, alone, is_dynamic, written, home)
+    return Repeats(found, often, alone, is_dynamic=any(map(yields_dynamic, graph.nodes)))
+
+
+def _is_large(span: Span) -> bool:
+    """Whether a span computes enough to be worth a call."""
+    calls_unit = any(unit_called_by(n) is not None for n in span.nodes)
+    return calls_unit or sum(not may_alias(n) for n in span.nodes) >= LEAST_NODES
 
 
 def widened(group: list[Span]) -> list[Span]:
@@ -211,311 +99,13 @@ def _copied_from(span: Span) -> list[Node]:
         read = all(user.target is COPY_COLUMNS and user in span.inside for user in node.users)
         while is_view(node) and node.target not in TRAITS and read:
             found.add(node)
-            node = _first(node)
+            node = read_first(node)
             read = found.issuperset(node.users)
     return sorted(found)
 
 
-def spans(graph: Graph) -> list[Span]:
-    """Returns all spans, in graph order.
-
-    A cheap value that only the next span reads is part of that one, so that both are one kernel:
-    the last addition of a layer and the norm of the next.
-    """
-    found, writes = _between(graph)
-    stands = {node: i for i, span in enumerate(found) for node in span.nodes}
-    belongs = dict(stands)
-    end = output(graph)
-    for i in range(len(found) - 1):
-        moved = []
-        for node in reversed(found[i].nodes):
-            users = [user for user in node.users if user is not end]
-            is_read_there = users and all(belongs.get(user) == i + 1 for user in users)
-            if is_read_there and _is_movable(node) and not _touches(node, writes[i]):
-                belongs[node] = i + 1
-                moved.append(node)
-        if moved:
-            found[i] = Span([n for n in found[i].nodes if belongs[n] == i])
-            found[i + 1] = Span([*reversed(moved), *found[i + 1].nodes])
-    for i, span in enumerate(found):
-        span.num_moved = sum(stands[n] < i for n in span.nodes)
-    return [span for span in found if span.nodes]
-
-
-def inlined_into(span: Span, repeats: Repeats) -> list[Node]:
-    """Returns the cheap nodes of other spans that a span may compute again instead of reading what
-    they yield, in graph order, where what they read takes no more bytes.
-    """
-    home = repeats.home
-
-    def may_be_copied(node: Node) -> bool:
-        return node in home and home[node] is not span and _is_inlinable(node)
-
-    read = {_root(n) for n in span.inputs}
-    found: set[Node] = set()
-    for node in span.inputs:
-        root = _root(node)
-        if not may_be_copied(node) or not may_be_copied(root) or _is_read_beside(root, span, home):
-            continue
-        copied, sources = _computed_from(node, read - {root}, may_be_copied)
-        more = sources - read
-        if (
-            len(found | copied) <= MOST_INLINED
-            and all(get_tag(each) is None for each in sources)
-            and not sources & repeats.written
-            and sum(map(_bytes, more)) <= _bytes(root)
-        ):
-            found |= copied
-            read |= more
-    return sorted(found)
-
-
-def _computed_from(
-    node: Node, known: set[Node], may_be_copied: Callable[[Node], bool]
-) -> tuple[set[Node], set[Node]]:
-    """Returns what computes a node, back to what is known or may not be copied, and the values in
-    whose storage that is.
-    """
-    found: set[Node] = set()
-    sources: set[Node] = set()
-    stack = [node]
-    while stack:
-        node = stack.pop()
-        if node in found:
-            continue
-        found.add(node)
-        for each in node.all_input_nodes:
-            if _root(each) in known or not may_be_copied(each):
-                sources.add(_root(each))
-            else:
-                stack.append(each)
-    return found, sources
-
-
-def _is_inlinable(node: Node) -> bool:
-    op: Any = node.target
-    return (
-        isinstance(op, torch._ops.OpOverload)
-        and (is_view(node) or torch.Tag.pointwise in op.tags or op in _CASTS)
-        and get_tag(node) is None
-    )
-
-
-def _is_read_beside(root: Node, span: Span, home: dict[Node, Span]) -> bool:
-    """Whether anything but a span, and the one that computes it, reads a value or a view of it."""
-    stack = [root]
-    while stack:
-        for user in stack.pop().users:
-            if may_alias(user) and user not in span.inside:
-                stack.append(user)
-            elif home.get(user) not in (span, home.get(root)):
-                return True
-    return False
-
-
-def _bytes(node: Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
-
-
-def read_by(node: Node) -> list[Node]:
-    """The values that a node reads, constants among them: of the call of a unit all but its
-    graph.
-    """
-    read = node.all_input_nodes
-    return read[1:] if unit_called_by(node) is not None else read
-
-
-def may_alias(node: Node) -> bool:
-    """Whether the result may lie in the storage of what the node reads first: views, and casts that
-    change nothing, which compilers leave out.
-    """
-    if is_view(node):
-        return True
-    return node.target in _CASTS and _dtype(_first(node)) == _dtype(node)
-
-
-def _between(graph: Graph) -> tuple[list[Span], list[set[Node]]]:
-    """Returns the spans as they stand, and for each the values that are written to behind it, up to
-    the next.
-    """
-    found: list[Span] = []
-    writes: list[set[Node]] = []
-    inside: set[Node] = set()  # the last span, until something ends it
-    of_updates = _of_updates(graph)
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr") or node.target in (FREE, _seed()):
-            continue
-        if _has_to_stay(node) or node in of_updates:
-            if is_view(node) and node.target not in TRAITS:
-                continue
-            inside = set()
-            if writes:
-                writes[-1].update(map(_root, _written(node)))
-        elif not is_view(node) or _first(node) in inside:
-            if not inside:
-                found.append(Span([]))
-                writes.append(set())
-            found[-1].nodes.append(node)
-            inside.add(node)
-    return found, writes
-
-
-def _of_updates(graph: Graph) -> set[Node]:
-    """What a whole step makes of reduced gradients, and of those of parameters that no unit has, up
-    to their updates: it stands where `place_updates` has put it, and rules are about it.
-    """
-    found: set[Node] = set()
-    updates = find(graph, UPDATE, MOMENTUM)
-    if not updates:
-        return found
-    stack = [user for mark in find(graph, MARK_GRADS) for user in _grad_of(mark).users]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.users
-    for update in updates:
-        grad = _grad_of(update)
-        while grad.target is aten.mul.Tensor:
-            found.update((grad, *(n for n in grad.all_input_nodes[1:] if n.target in _CASTS)))
-            grad = grad.all_input_nodes[0]
-    return found
-
-
-def _grad_of(node: Node) -> Node:
-    """The flat gradient that a mark or an update is about."""
-    return node.args[0]  # type: ignore[return-value]
-
-
-def _seed() -> object:
-    """The op that reads one of a graph's seeds: which one is its argument, so equal layers differ
-    by it. It stands outside of spans, and ends none.
-    """
-    return getattr(prims.inductor_lookup_seed, "default", None)
-
-
-def _has_to_stay(node: Node) -> bool:
-    if node.op != "call_function":
-        return True
-    if node.target is operator.getitem:
-        return _has_to_stay(_first(node))
-    if unit_called_by(node) is not None:
-        return not _is_static(node)
-    op = node.target
-    return not isinstance(op, torch._ops.OpOverload) or _stays(op) or not _is_static(node)
-
-
-@cache
-def _stays(op: torch._ops.OpOverload) -> bool:
-    """Whether calls of an op have to stay where they are, whatever they yield."""
-    is_ours = op in TRAITS and op is not COPY_COLUMNS
-    is_random = torch.Tag.nondeterministic_seeded in op.tags
-    # Scatters into a view (`select_scatter`: the gradient of a part) may stand in a span: its
-    # subgraph is lowered as it is, and there they are pointwise.
-    return op in BECOME_WRITES or is_ours or is_random or bool(op._schema.is_mutable)
-
-
-def _is_movable(node: Node) -> bool:
-    """Whether a node may be computed behind the collective that follows: it is fused with what
-    reads it, and reads no parameter, which would live on, and no input of the graph.
-    """
-    if node.target is operator.getitem:
-        return _is_movable(_first(node))
-    op: Any = node.target
-    if not isinstance(op, torch._ops.OpOverload):
-        return False
-    is_cheap = is_view(node) or torch.Tag.pointwise in op.tags or op in _REDUCTIONS | _CASTS
-    roots = [_root(read) for read in node.all_input_nodes]
-    return (
-        is_cheap
-        and get_tag(node) is None
-        and not is_matmul(node)
-        and all(root.op == "call_function" and get_tag(root) is None for root in roots)
-    )
-
-
-def _touches(node: Node, written: set[Node]) -> bool:
-    """Whether a node reads what is written to."""
-    return bool(written) and any(_root(read) in written for read in node.all_input_nodes)
-
-
-def _written(node: Node) -> list[Node]:
-    """Returns the arguments that an op writes to; none of what is no op of torch's library."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    arguments = node.target._schema.arguments
-    given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
-    found: list[Node] = []
-    for argument in arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            map_arg(given.get(argument.name), found.append)
-    return found
-
-
-def _root(node: Node) -> Node:
-    """Returns the value in whose storage a view lies; any other node is its own."""
-    while may_alias(node) and _first(node) is not node:
-        node = _first(node)
-    return node
-
-
-def _is_static(node: Node) -> bool:
-    """Whether a node yields tensors of known sizes alone."""
-    return all(isinstance(v, torch.Tensor) for v in _given(node)) and not _is_dynamic(node)
-
-
-def _is_dynamic(node: Node) -> bool:
-    """Whether a node yields a size that is not known, or a tensor of such sizes."""
-    sizes: list[Any] = []
-    for value in _given(node):
-        is_tensor = isinstance(value, torch.Tensor)
-        sizes += (*value.shape, *value.stride(), value.storage_offset()) if is_tensor else [value]
-    return not _KNOWN.issuperset(map(type, sizes)) and any(
-        isinstance(size, torch.SymInt) for size in sizes
-    )
-
-
-def _given(node: Node) -> list[Any]:
-    values = node.meta.get("val")
-    found = values if isinstance(values, list | tuple) else (values,)
-    return [value for value in found if value is not None]
-
-
-def _first(node: Node) -> Node:
-    first = node.args[0] if node.args else None
-    return first if isinstance(first, Node) else node
-
-
-def _dtype(node: Node) -> torch.dtype:
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype
-
-
-def _form(argument: Any, number: dict[Node, int], inputs: dict[Node, int]) -> Any:
-    if isinstance(argument, Node):
-        place = number.get(argument, inputs.get(argument))
-        return ("graph", argument.target) if place is None else ("%", place)
-    if isinstance(argument, list | tuple):
-        return tuple(_form(each, number, inputs) for each in argument)
-    if isinstance(argument, dict):
-        return tuple((k, _form(v, number, inputs)) for k, v in sorted(argument.items()))
-    return repr(argument)
-
-
-def _values(node: Node) -> tuple[Any, ...]:
-    values = node.meta.get("val")
-    return tuple(map(_value, values if isinstance(values, list | tuple) else (values,)))
-
-
-def _value(value: Any) -> tuple[Any, ...] | None:
-    if value is None:
-        return None
-    place = value.storage_offset() * value.element_size() % ALIGNMENT
-    return (value.dtype, tuple(value.shape), tuple(value.stride()), place, value.device)
-
-
 def _first_difference(one: Span, other: Span) -> int:
+    """The place of the first node that is not the same in both."""
     pairs = zip(one.form[0], other.form[0], strict=False)
     fewest = min(len(one.nodes), len(other.nodes))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), fewest)

@@ -57,8 +57,8 @@ def update_whole(
         bucket_bytes: items up to so many bytes travel together.
 
     Yields:
-        The number of an item, and its results:
-        DTensors placed as its tensors are, or plain tensors.
+        The number of an item, and its results: DTensors placed as its tensors are, or plain
+        tensors.
 
     Raises:
         NotImplementedError: a tensor is cut over several mesh axes, or otherwise than by `Shard`.
@@ -74,24 +74,34 @@ def update_whole(
                 f"update_whole: {len(tensors)} items, and {what} has {len(given)}. Give "
                 "one for each"
             )
-    described = []
-    for number, each in enumerate(tensors):
-        if not 1 <= num_results <= len(each):
-            raise ValueError(
-                f"update_whole: num_results={num_results}, and {names[number]} has {len(each)} "
-                "tensors. At least one comes back, and no more than are given"
-            )
-        cuts = tuple(cut_of(tensor, names[number], "update_whole") for tensor in each)
-        if len(groups := {cut.group for cut in cuts}) > 1:
-            raise ValueError(
-                f"update_whole: the tensors of {names[number]} are cut over different ranks "
-                f"(groups {sorted(groups)}; '' for a tensor that is not cut). Place all as the "
-                "first one is"
-            )
-        effort = sum(map(_square, cuts)) if work is None else work[number]
-        described.append(Item(names[number], cuts, effort, num_results))
+    described = [
+        _item(each, names[number], num_results, None if work is None else work[number])
+        for number, each in enumerate(tensors)
+    ]
     pipeline = Pipeline(described, "update_whole", bucket_bytes, current_plan().costs)
     return _updated(pipeline, tensors, update)
+
+
+def _item(tensors: Sequence[Tensor], name: str, num_results: int, work: float | None) -> Item:
+    """What all ranks know of an item.
+
+    Raises:
+        NotImplementedError, ValueError: as `update_whole` says.
+    """
+    if not 1 <= num_results <= len(tensors):
+        raise ValueError(
+            f"update_whole: num_results={num_results}, and {name} has {len(tensors)} "
+            "tensors. At least one comes back, and no more than are given"
+        )
+    cuts = tuple(cut_of(tensor, name, "update_whole") for tensor in tensors)
+    if len(groups := {cut.group for cut in cuts}) > 1:
+        raise ValueError(
+            f"update_whole: the tensors of {name} are cut over different ranks "
+            f"(groups {sorted(groups)}; '' for a tensor that is not cut). Place all as the "
+            "first one is"
+        )
+    effort = sum(map(_square, cuts)) if work is None else work
+    return Item(name, cuts, effort, num_results)
 
 
 def _updated(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compiled_fsdp.ir.descriptors import saved_for_backward
 from compiled_fsdp.ir.graph import output, placeholders
-from compiled_fsdp.ir.meta import saved_for_backward
 
 from .lifetimes import OUTPUT, Lifetimes, Storage
 

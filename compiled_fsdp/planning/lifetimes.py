@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_fsdp.ir import quantized
+from compiled_fsdp.ir.descriptors import saved_for_backward
 from compiled_fsdp.ir.fusion import inlined, is_pointwise
 from compiled_fsdp.ir.graph import is_backward, is_moved, output, placeholders
-from compiled_fsdp.ir.meta import get_tag, saved_for_backward
+from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.origins import key_of, num_bytes_of, source_of, tensors_of, unpacked
 from compiled_fsdp.ir.schema import (
     ENCODE,

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_fsdp.ir.again import why_not_again
+from compiled_fsdp.ir.descriptors import returned
 from compiled_fsdp.ir.graph import find, is_matmul, order, output, placeholders
-from compiled_fsdp.ir.meta import module_of, returned
+from compiled_fsdp.ir.meta import module_of
 from compiled_fsdp.ir.origins import num_bytes_of, source_of
 from compiled_fsdp.ir.schema import UNSHARD, param_spec
 from compiled_fsdp.torch_private.sizes import symbols_of

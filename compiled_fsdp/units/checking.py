@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from compiled_fsdp.ir.collectives import asked_by
+
 if TYPE_CHECKING:
     from .unit import Unit
 
@@ -16,10 +18,11 @@ def refusal(unit: Unit) -> str:
     reasons = {
         "all-gather extensions of tensor subclasses (fsdp_pre_all_gather)": unit.has_extensions,
         "CPU offload beside an accelerator": bool(unit.offload and unit.offload.device),
-        "set_custom_all_gather": bool(settings.all_gather),
-        "set_custom_reduce_scatter, or a communication hook of FullyShardedDataParallel": bool(
-            unit.is_reduced_by_user
+        asked_by(settings.all_gather, "set_custom_all_gather"): bool(settings.all_gather),
+        asked_by(settings.reduce_scatter, "set_custom_reduce_scatter"): bool(
+            settings.reduce_scatter
         ),
+        "a communication hook of FullyShardedDataParallel": bool(unit.is_reduced_by_user),
         "a pipeline schedule": settings.is_scheduled,
     }
     if settings.overlap:

@@ -1,4 +1,7 @@
-"""A flat buffer, how its parameters are views of it, and how its gradient becomes theirs."""
+"""A flat buffer, of which its parameters are views, and what graphs and backwards do with it.
+
+How its gradient becomes those of the parameters: `gradients.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.ir import schema, transfers
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.torch_private.autograd import accumulates, backward_number, current_run
-from compiled_fsdp.torch_private.dtensors import local_tensor, make_dtensor
+from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.wire.captured import each_run
 from compiled_fsdp.wire.checks import checksums, parts_of
 from compiled_fsdp.wire.deferred import Deferred
 from compiled_fsdp.wire.kernels import Piece, set_owner
 
+from . import gradients
 from .gathered_ahead import GatheredAhead, name_of
 from .gathers import PieceGather
 from .hooks import say_uncalled
@@ -389,49 +392,20 @@ class FlatBuffer:
         self.settle()
         self.unit.has_gradients = True
         say_uncalled(params)
-        fresh = [p for p in params if p.sharded.grad is None]
         with torch.no_grad():
-            buffer = None if fresh else self._gradient_buffer(params)
-            if buffer is not None:
-                buffer.add_(flat_grad)
-            else:
-                for param in params:
-                    self._accumulate_one(param, self.local_view(flat_grad, param))
+            gradients.add(self, flat_grad, params)
         for param in params:
             for hook in list((param.sharded._post_accumulate_grad_hooks or {}).values()):
                 hook(param.sharded)
 
     def show_grad(self, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
         """Let `.grad` of these, which have none, be views of a reduced flat gradient; no hooks."""
-        for param in params:
-            self._accumulate_one(param, self.local_view(flat_grad, param))
+        gradients.add_each(self, flat_grad, params)
 
     def drop_grad(self, params: Sequence[ShardedParam]) -> None:
         """Let these have no gradient."""
         for param in params:
             param.sharded.grad = None
-
-    def _accumulate_one(self, param: ShardedParam, view: Tensor) -> None:
-        if param.sharded.grad is None:
-            param.sharded.grad = make_dtensor(view, param.sharded)
-        else:
-            _local(param.sharded.grad).add_(view)
-
-    def _gradient_buffer(self, params: Sequence[ShardedParam]) -> Tensor | None:
-        """The one buffer that all gradients are still views of, if they are: then one addition does
-        for all.
-        """
-        if len(params) != len(self.params):
-            return None
-        grads = [_local(p.sharded.grad) for p in params]
-        starts = {g.storage_offset() - p.layout.offset for g, p in zip(grads, params, strict=True)}
-        storages = {(g.untyped_storage()._cdata, g.dtype) for g in grads}
-        if len(starts) > 1 or len(storages) > 1:
-            return None
-        (start,) = starts
-        if grads[0].untyped_storage().nbytes() < (start + self.layout.numel) * grads[0].itemsize:
-            return None
-        return grads[0].as_strided((self.layout.numel,), (1,), start)
 
     # -- gathers ahead of forward
 
@@ -441,7 +415,7 @@ class FlatBuffer:
         Unnoticed: writes through `.data`, and DTensor's foreach and fused ops. An optimizer's are
         told of otherwise (`resident.num_steps`); of others `check_unwritten` says so.
         """
-        both = (tensor for p in self.params for tensor in (p.sharded, _local(p.sharded)))
+        both = (tensor for p in self.params for tensor in (p.sharded, p.local))
         return self.data.data_ptr(), self.data._version, *(tensor._version for tensor in both)
 
     def count_write(self) -> None:
@@ -487,7 +461,7 @@ class FlatBuffer:
 
     def _follow_device(self) -> None:
         """Of parameters that are no views: be where they are."""
-        rests = _local(self.params[0].sharded).device
+        rests = self.params[0].local.device
         if self.data.device.type == rests.type:
             return
         self.unit.forget_handles()
@@ -498,8 +472,3 @@ class FlatBuffer:
 def _trained(params: Iterable[ShardedParam]) -> list[ShardedParam]:
     """Autograd adds nothing to a parameter that was frozen after forward."""
     return [param for param in params if param.sharded.requires_grad]
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor._local_tensor

@@ -7,6 +7,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from compiled_fsdp.ir.collectives import asked_by
 from compiled_fsdp.ir.quantized import BLOCK
 
 if TYPE_CHECKING:
@@ -55,8 +56,12 @@ def refusal(unit: Unit) -> str:
     reasons = {
         "all-gather extensions of tensor subclasses (fsdp_pre_all_gather)": unit.has_extensions,
         "CPU offload beside an accelerator": bool(unit.offload and unit.offload.device),
-        "set_custom_all_gather": bool(gathers and settings.all_gather),
-        "set_custom_reduce_scatter": bool(reduces and settings.reduce_scatter),
+        asked_by(settings.all_gather, "set_custom_all_gather"): bool(
+            gathers and settings.all_gather
+        ),
+        asked_by(settings.reduce_scatter, "set_custom_reduce_scatter"): bool(
+            reduces and settings.reduce_scatter
+        ),
         "a communication hook (register_comm_hook)": reduces and unit.is_reduced_by_user,
     }
     found = next((what for what, applies in reasons.items() if applies), "")

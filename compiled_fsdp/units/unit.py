@@ -13,19 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from compiled_fsdp.options import Options, remember
-from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.groups import backend_of
 from compiled_fsdp.wire import checks
 from compiled_fsdp.wire.ablation import is_ablated
 
 from .assigned import adopt_assigned
+from .cutting import classes_of, flat_buffer
 from .extension import has_extension
-from .flat import FlatBuffer
 from .handles import Handle
-from .layout import flat_layout
 from .mesh import MeshInfo, resolve_reshard, twin_group
 from .offload import CPU, Offload
 from .param import Original, ShardedParam
@@ -33,8 +30,8 @@ from .reads import CAST
 from .registered import UNITS, registered
 from .settings import Settings
 from .specs import after, make_spec, traced
-from .tensor_parallel import full_of, key_of
-from .traced_extension import handle_of, no_memory, why_extensions
+from .tensor_parallel import key_of
+from .traced_extension import handle_of, why_extensions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +41,7 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.ir.spec import ParamSpec
 
+    from .flat import FlatBuffer
     from .gathers import Gather
     from .matrices import OnMatrices
     from .states import OnStates
@@ -52,10 +50,6 @@ if TYPE_CHECKING:
 
 
 _unit_numbers = itertools.count()
-
-# Originals that were cut -> (unit, sharded parameter). An entry lives as long as something still
-# holds the original.
-sharded_as: Any = WeakTensorKeyDictionary()
 
 
 class Unit:
@@ -96,34 +90,7 @@ class Unit:
         self.why_eager: dict[str, None] = {}
         self.num_eager_forwards = 0
         self.num_eager_recorded = 0  # of these, by autograd
-        # Called before a compiled backward writes `.grad`: an eager forward may have left full
-        # parameters registered.
-        self.on_gradients: Callable[[], None] = _nothing
-        # Called when a backward leaves gradients unreduced, so that its end looks after them.
-        self.on_retained: Callable[[], None] = _nothing
-        # Called with gradients that a backward has reduced, before anybody sees them: whether they
-        # were used up.
-        self.on_reduced: Callable[[FlatBuffer, Tensor, Sequence[ShardedParam]], bool] = _keep
-        # Called with gradients that the graph of a whole step has reduced, by the step's name.
-        self.on_update: dict[str, OnUpdate] = {}
-        # Called with those that it updates whole, each at one rank.
-        self.on_matrices: dict[str, OnMatrices] = {}
-        # Called for what the step's optimizers remember, where that rests on the host.
-        self.on_states: dict[str, OnStates] = {}
-        # Called by such a graph before it updates anything: the ranks compare their checksums.
-        self.on_verdict: dict[str, Callable[[], None]] = {}
-        # Called when a backward keeps gradients of a buffer for a later one.
-        self.on_kept: Callable[[FlatBuffer], None] = _nothing_of
-        # Called when a module of another unit holds one of its parameters too.
-        self.on_shared: Callable[[nn.Module], None] = _nothing_of
-        # Called when other ranks have left a graph of it, which this rank runs eagerly.
-        self.on_left_graph: Callable[[], None] = _nothing
-        # Somebody looks through the parameters of its modules, while some are gathered.
-        self.on_listed: Callable[[], None] = _nothing
-        # Called when a forward comes to a gather.
-        self.on_gather: Callable[[Gather], None] = _nothing_of
-        # Called at the end of a backward that has reached the unit.
-        self.on_end_of_backward: Callable[[], None] = _nothing
+        self._call_nobody()
         # The stream of the user's all-reduce hook.
         self.hook_stream: Any = None
         self.post_meshes: dict[MeshInfo, DeviceMesh] = {}
@@ -148,9 +115,40 @@ class Unit:
         self.why_outside_graphs = ""
         # Whether a user has put something in the place of a parameter since the last call.
         self.was_assigned = False
-        self.flats = [self._make_flat(group) for group in _classes(originals)]
+        self.flats = [flat_buffer(self, group) for group in classes_of(originals)]
         self.adopt({module: "" for module in modules}, is_nested=False)
         UNITS.add(self)
+
+    def _call_nobody(self) -> None:
+        """No runtime, overlapped optimizer or whole step has asked to be called."""
+        # Called before a compiled backward writes `.grad`: an eager forward may have left full
+        # parameters registered.
+        self.on_gradients: Callable[[], None] = _nothing
+        # Called when a backward leaves gradients unreduced, so that its end looks after them.
+        self.on_retained: Callable[[], None] = _nothing
+        # Called with gradients that a backward has reduced, before anybody sees them: whether they
+        # were used up.
+        self.on_reduced: Callable[[FlatBuffer, Tensor, Sequence[ShardedParam]], bool] = _keep
+        # Called with gradients that the graph of a whole step has reduced, by the step's name.
+        self.on_update: dict[str, OnUpdate] = {}
+        # Called with those that it updates whole, each at one rank.
+        self.on_matrices: dict[str, OnMatrices] = {}
+        # Called for what the step's optimizers remember, where that rests on the host.
+        self.on_states: dict[str, OnStates] = {}
+        # Called by such a graph before it updates anything: the ranks compare their checksums.
+        self.on_verdict: dict[str, Callable[[], None]] = {}
+        # Called when a backward keeps gradients of a buffer for a later one.
+        self.on_kept: Callable[[FlatBuffer], None] = _nothing_of
+        # Called when a module of another unit holds one of its parameters too.
+        self.on_shared: Callable[[nn.Module], None] = _nothing_of
+        # Called when other ranks have left a graph of it, which this rank runs eagerly.
+        self.on_left_graph: Callable[[], None] = _nothing
+        # Called when somebody looks through the parameters of its modules, while some are gathered.
+        self.on_listed: Callable[[], None] = _nothing
+        # Called when a forward comes to a gather.
+        self.on_gather: Callable[[Gather], None] = _nothing_of
+        # Called at the end of a backward that has reached the unit.
+        self.on_end_of_backward: Callable[[], None] = _nothing
 
     @property
     def key(self) -> str:
@@ -190,50 +188,6 @@ class Unit:
         ]
         roots = {root for unit in (self, *borrowers) for root in unit.modules}
         return {module for root in roots for module in root.modules()}
-
-    def _make_flat(self, group: list[Original]) -> FlatBuffer:
-        info = group[0].mesh_info
-        first = group[0].parameter
-        layout = flat_layout(
-            [o.local.shape for o in group], info.shard_size, [o.dim for o in group]
-        )
-        is_apart = group[0].is_apart
-        rests = first.device if self.offload is None or first.is_meta else CPU
-        if is_apart:
-            buffer = no_memory(layout.numel, first.dtype, rests)
-        else:
-            buffer = self.zeros(layout.numel, first.dtype, rests)
-        params = []
-        for entry, place in zip(group, layout.shards, strict=True):
-            original = entry.parameter
-            with torch.no_grad():
-                cut = (place.chunk if is_apart else place.cut)(entry.local, info.shard_rank)
-                if is_apart:
-                    padded = entry.local.new_zeros(place.padded_shape).to(rests)
-                    view = padded.narrow(place.dim, 0, cut.shape[place.dim])
-                else:
-                    view = place.view(buffer, info.shard_rank)
-                view.copy_(cut)
-            dtensor = make_dtensor(view, original, *entry.place)
-            sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
-            full = full_of(original, info)
-            params.append(
-                ShardedParam(
-                    entry.owners,
-                    entry.root,
-                    entry.path,
-                    sharded,
-                    place,
-                    full,
-                    compute=entry.compute,
-                )
-            )
-            for module, name in entry.owners:
-                registered(module).note_owner(name, self, params[-1])
-            params[-1].register(sharded)
-            sharded_as[original] = self, params[-1]
-        data = nn.Parameter(buffer, requires_grad=first.requires_grad)
-        return FlatBuffer(self, info, layout, params, data, is_apart)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer, in pinned memory where the unit rests so."""
@@ -452,19 +406,3 @@ def _nothing_of(gather_or_buffer: object) -> None:
     """Does with a gather, or a buffer, what is to be done while nobody overlaps the optimizer's
     step: nothing.
     """
-
-
-def _classes(originals: Sequence[Original]) -> list[list[Original]]:
-    """Split by mesh, dtype, requires_grad and whether they are views at all, in order of first
-    appearance.
-    """
-    groups: dict[object, list[Original]] = {}
-    for entry in originals:
-        key = (
-            entry.mesh_info,
-            entry.parameter.dtype,
-            entry.parameter.requires_grad,
-            entry.is_apart,
-        )
-        groups.setdefault(key, []).append(entry)
-    return list(groups.values())

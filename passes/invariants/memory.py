@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from compiled_fsdp.ir.collectives import WAIT
+from compiled_fsdp.ir.descriptors import saved_for_backward
 from compiled_fsdp.ir.graph import aliases, find, order, output, phase_of
-from compiled_fsdp.ir.meta import get_tag, is_computed_again, saved_for_backward
+from compiled_fsdp.ir.meta import get_tag, is_computed_again
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import FREE, traits_of
 from compiled_fsdp.planning.plan_fields import DISTANCES

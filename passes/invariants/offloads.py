@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compiled_fsdp.ir.collectives import WAIT
+from compiled_fsdp.ir.descriptors import saved_for_backward
 from compiled_fsdp.ir.graph import (
     aliases,
     find,
@@ -17,7 +18,6 @@ from compiled_fsdp.ir.graph import (
     phase_of,
     placeholders,
 )
-from compiled_fsdp.ir.meta import saved_for_backward
 from compiled_fsdp.ir.schema import OFFLOAD, RELOAD, traits_of
 from compiled_fsdp.ir.states import hosted_bytes
 from compiled_fsdp.planning.offload import host_bytes

@@ -83,13 +83,14 @@ class TestBenchmarks(unittest.TestCase):
         two hosts need root.
         """
         comparison = Comparison(Job(bench.wire.SIZES["tiny"], 2, 8), ("ours_eager",), 1, 2)
-        times = simulated.simulate_at(0.01, 1e-9, comparison)["ours_eager"]
+        raw = simulated.Raw(bandwidth=0.01e9 / 8, issue=1e-9)
+        times = simulated.simulate_at(raw, comparison)["ours_eager"]
         self.assertEqual(len(times), 2)
         sent = 2 * 60_000 * 4 / 2  # at least: all parameters, gathered and reduced
         self.assertGreater(min(times), sent / (0.01 * 1e9 / 8))
         measured = {"variants": {"ours_eager": {"times": [min(times) / 2] * 2}}}
         simulated_ = {"ours_eager": times[:1] * 2}
-        found = simulated.report([(0.01, measured, simulated_)], comparison, 1e-9)
+        found = simulated.report([(0.01, raw, measured, simulated_)], comparison)
         ((row,),) = [table.rows for table in found.tables]
         self.assertEqual(row[0], "0.01 Gbit/s, ours_eager")
         self.assertEqual(row[-1], f"{2 * times[0] / min(times):.2f}")

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from compiled_fsdp import fully_shard
 from compiled_fsdp.command import cli
+from compiled_fsdp.command.simulate import as_rank
+from compiled_fsdp.wire.timed import Wire, World
 
 SCRIPT = """
 import os
@@ -80,6 +85,17 @@ def test_collectives_in_the_middle_of_what_is_compiled(
     Path(script).write_text(COMPILED_DDP)
     assert cli.main([*WORLD, script]) == 0
     assert "broadcast       network      2.0" in capsys.readouterr().out
+
+
+def test_symmetric_memory_is_accepted() -> None:
+    """Nothing travels, so there is nothing to do."""
+    wire = Wire("wire", 1e9)
+    with as_rank(World(4, 1, wire, wire)):
+        dist.init_process_group("nccl")
+        model: Any = fully_shard(nn.Linear(8, 8))
+        model.set_symm_mem_for_comm()
+        model(torch.ones(2, 8)).sum().backward()
+        assert model.weight.grad is not None
 
 
 @pytest.mark.parametrize("kind", ["stock", "ours"])

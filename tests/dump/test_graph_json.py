@@ -21,8 +21,9 @@ from compiled_fsdp import MixedPrecisionPolicy, fully_shard, planned
 from compiled_fsdp.dump import graph_json
 from compiled_fsdp.dump.graph_json import FormatError, of_text, to_text
 from compiled_fsdp.inspection.dump_folder import read, read_folder
+from compiled_fsdp.ir.descriptors import saved_for_backward
 from compiled_fsdp.ir.graph import value
-from compiled_fsdp.ir.meta import saved_for_backward, set_captured
+from compiled_fsdp.ir.meta import set_captured
 from compiled_fsdp.ir.opaque import Opaque
 from compiled_fsdp.ir.printer import collectives, show
 from compiled_fsdp.planning.costs import Costs, Link

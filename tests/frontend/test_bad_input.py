@@ -138,7 +138,7 @@ CASES: dict[str, Callable[[], object]] = {
     ),
     "memory by word": lambda: sharded().set_allocate_memory_from_process_group_for_comm("yes"),
     "a stream that is none": lambda: sharded().set_all_reduce_hook(print, stream=3),
-    "symmetric memory": lambda: sharded().set_symm_mem_for_comm(),
+    "symmetric memory": lambda: sharded().set_symm_mem_for_comm("NVSHMEM"),
     "reset inside": lambda: nested()[0].reset_iter_state(),
     "deepcopy": lambda: __import__("copy").deepcopy(sharded()),
     # functions
@@ -426,10 +426,8 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
         "the device that the parameters are on, such as a torch.cuda.Stream",
     ),
     "symmetric memory": (
-        NotImplementedError,
-        "FSDPModule.set_symm_mem_for_comm('NCCL'): not supported, since what a graph gathers lies "
-        "in memory that its compiler plans, not in NCCL's symmetric memory; nothing was changed. "
-        "Leave it out: the numbers are the same",
+        ValueError,
+        "set_symm_mem_for_comm: backend='NVSHMEM'; should be 'NCCL'",
     ),
     "reset inside": (
         RuntimeError,

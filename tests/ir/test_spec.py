@@ -9,7 +9,7 @@ import torch
 from expecttest import TestCase
 from kit.passes_harness import unit
 
-from compiled_fsdp.ir.collectives import OPTIONS, gather_options, reduce_options
+from compiled_fsdp.ir.collectives import CUSTOM, OPTIONS, gather_options, reduce_options
 from compiled_fsdp.ir.schema import (
     KEEP_SLICE,
     REDUCE_GRAD,
@@ -17,10 +17,13 @@ from compiled_fsdp.ir.schema import (
     UNSHARD,
     UNSHARD_SLICE,
 )
-from compiled_fsdp.ir.spec import ParamSpec, Reduction, _known
+from compiled_fsdp.ir.spec import REGISTRY, ParamSpec, Reduction, _known
 from compiled_fsdp.units.layout import flat_layout
+from compiled_fsdp.wire.symmetric import ALL_GATHER
 
 (SAMPLE,) = unit("u", {"w": (5, 3)}, world=4, reshard="slice", post_size=2, post_group="post")
+
+SYMMETRIC = CUSTOM + REGISTRY.key(ALL_GATHER)
 
 
 def test_options_are_those_that_specs_come_from() -> None:
@@ -28,6 +31,7 @@ def test_options_are_those_that_specs_come_from() -> None:
     specs = [
         SAMPLE,
         replace(SAMPLE, gather_algorithm="custom:1", reduce_algorithm="custom:2", hook="3"),
+        replace(SAMPLE, gather_algorithm=SYMMETRIC),
         replace(SAMPLE, sync="retain"),
         replace(SAMPLE, sync="scatter"),
         replace(SAMPLE, device="cuda"),

@@ -18,7 +18,7 @@ from compiled_fsdp.ir.collectives import STARTS
 from compiled_fsdp.ir.graph import aliases, starts
 from compiled_fsdp.ir.schema import OURS, TORCHS, TRAITS, Traits, param_spec, traits_of
 from compiled_fsdp.planning.costs import Link
-from compiled_fsdp.verification.meaning import has_effect
+from compiled_fsdp.verification.expressions import has_effect
 
 assert compiled_fsdp.__version__  # registers the ops
 

@@ -41,7 +41,7 @@ from compiled_fsdp import (
 from compiled_fsdp.planning.costs import Costs, Link
 from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.torch_private.streams import spin
-from compiled_fsdp.wire import copies
+from compiled_fsdp.wire import copies, symmetric
 
 if TYPE_CHECKING:
     from compiled_fsdp.eager.runtime import Runtime
@@ -123,6 +123,30 @@ def nccl_and_unsharded() -> None:
     expected = train(plain := make("cuda", None), plain)
     sharded = make("cuda", fully_shard)
     assert train(sharded, sharded) == expected
+
+
+def test_collectives_in_symmetric_memory() -> None:
+    in_process(collectives_in_symmetric_memory)
+
+
+def collectives_in_symmetric_memory() -> None:
+    """Of one rank, which `set_symm_mem_for_comm` has nothing to do for: as the ops call them."""
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
+    symmetric.begin("NCCL", [dist.group.WORLD])
+    x = torch.randn(1 << 16, device="cuda")
+    for comm, more in (
+        (symmetric.ALL_GATHER, {"async_op": True}),
+        (symmetric.REDUCE_SCATTER, {"op": dist.ReduceOp.SUM}),
+    ):
+        for _ in range(3):  # memory that was freed is met over once
+            sent, received = (
+                comm.allocate(x.shape, dtype=x.dtype, device=x.device) for _ in range(2)
+            )
+            sent.copy_(x)
+            comm(output_tensor=received, input_tensor=sent, group=dist.group.WORLD, **more).wait()
+            assert torch.equal(received, x)
 
 
 # -- CUDA graphs

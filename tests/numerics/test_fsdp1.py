@@ -36,8 +36,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import compiled_fsdp
 from compiled_fsdp import planned
 from compiled_fsdp.ir.collectives import GATHERS, STARTS
+from compiled_fsdp.ir.descriptors import saved_for_backward
 from compiled_fsdp.ir.graph import find, is_backward, output, value
-from compiled_fsdp.ir.meta import saved_for_backward
 from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.wire import gloo
 

@@ -179,3 +179,31 @@ def test_rounded_values() -> None:
     gm = Rounded().made()
     assert num_inlined(gm) == 4
     assert len(find(gm.graph, torch.ops.prims.convert_element_type.default)) == 9
+
+
+def test_up_to_what_is_in_memory_anyway() -> None:
+    """The wider value of a rounded sum that others read too: computed from the sum, not from the
+    three values that are added, which would stay in the place of one.
+    """
+    convert = torch.ops.prims.convert_element_type.default
+
+    class RoundedSums(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sums: list[Node] = []
+
+        def act(self, i: int) -> Node:
+            hand = self.hand
+            one, two, three = (
+                hand.input(f"{name}{i}", WIDTH, WIDTH, dtype=torch.bfloat16)
+                for name in ("one", "two", "three")
+            )
+            self.sums.append(hand.add(hand.add(one, two), three))
+            return hand(convert, self.sums[i], torch.float32)
+
+        def finish(self) -> None:
+            for each in self.sums:
+                self.hand(aten.mm.default, each, each)
+
+    assert num_inlined(RoundedSums().made(), convert) == 4
+    assert num_inlined(RoundedSums().made(), aten.add.Tensor) == 0

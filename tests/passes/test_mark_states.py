@@ -8,7 +8,8 @@ from compiled_fsdp.passes.mark_states import mark_states
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit
 from torch.fx import GraphModule
 
-from compiled_fsdp.compiler.stitch import WholeStep, stitch
+from compiled_fsdp.compiler.stitch import stitch
+from compiled_fsdp.compiler.whole_step import WholeStep
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.meta import is_state_hosted
 from compiled_fsdp.ir.schema import REDUCE_GRAD

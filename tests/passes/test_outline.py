@@ -29,7 +29,8 @@ from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.meta import set_captured, set_context
 from compiled_fsdp.ir.printer import show
-from compiled_fsdp.ir.repeats import LEAST_NODES, LEAST_TIMES, find_repeats, spans
+from compiled_fsdp.ir.repeats import LEAST_NODES, LEAST_TIMES, find_repeats
+from compiled_fsdp.ir.spans import spans
 from compiled_fsdp.ir.subgraphs import INVOKE
 from compiled_fsdp.passes import outline as module
 from compiled_fsdp.verification.meaning import Captured

@@ -144,7 +144,7 @@ def every_backward_counts_as_whole() -> Iterator[None]:
 @plant
 def writes_in_a_trace_are_not_settled() -> Iterator[None]:
     """After `clamp_` in a graph the second read of a parameter is of the old value."""
-    with mock.patch.object(_ours("frontend.writes"), "_written_storages", return_value=set()):
+    with mock.patch.object(_ours("frontend.writes"), "written_storages", return_value=set()):
         yield
 
 
@@ -215,7 +215,7 @@ def each_rank_fits_its_own_budget() -> Iterator[None]:
     ) -> list[int]:
         return words
 
-    with mock.patch.object(_ours("compiler.budget"), "agreed", mine):
+    with mock.patch.object(_ours("compiler.choices_of_all"), "agreed", mine):
         yield
 
 

@@ -7,10 +7,14 @@ from __future__ import annotations
 import logging
 import pickle
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from kit.compare import plain
@@ -51,6 +55,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import compiled_fsdp
+from compiled_fsdp.torch_private import symmetric
 from compiled_fsdp.torch_private.modules import forgets_gradients
 
 
@@ -534,6 +539,81 @@ def allocate_from_process_group(api: Api) -> Any:
         m.set_allocate_memory_from_process_group_for_comm for m in (model, model[0], model[2])
     ]
     return returned, [raised(lambda s=s: s(True)) for s in setters], grads(model)
+
+
+@rows("12.21")
+def test_symmetric_memory_beside_a_custom_gather(two: Pool) -> None:
+    against_stock(two, same, symmetric_memory_beside_a_custom_gather, "set_symm_mem_for_comm")
+
+
+def symmetric_memory_beside_a_custom_gather(api: Api) -> Any:
+    model = api.units(net(), "0", "2")
+    model[0].set_custom_all_gather(LoggedGather())
+    refused = raised(model[0].set_symm_mem_for_comm)
+    return refused, train_step(api.compile(model)), grads(model)
+
+
+@rows("12.21", status="improved")
+def test_symmetric_memory_needs_a_device(two: Pool) -> None:
+    """The setter raises on a CPU; in stock a forward does, where torch is built with CUDA"""
+    two.run(each, symmetric_memory_needs_a_device)
+
+
+def symmetric_memory_needs_a_device(api: Api) -> None:
+    model = api.units(net(), "0", "2")
+    with pytest.raises(RuntimeError, match="NCCL's symmetric memory is CUDA memory; nothing was"):
+        model[0].set_symm_mem_for_comm()
+    train_step(api.compile(model))
+
+
+@rows("12.21", status="improved")
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_symmetric_memory(two: Pool, is_sum: bool) -> None:
+    """Not run on a GPU: memory of the CPU plays symmetric memory. In a graph too; simulated, it is
+    accepted
+    """
+    two.run(each, symmetric_memory, is_sum)
+
+
+def symmetric_memory(api: Api, is_sum: bool) -> None:
+    without, log, allocated = api.units(net(), "0", "2"), Counter(), {}
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made = torch.empty(numel, dtype=dtype, device=device)
+        allocated[made.data_ptr()] = weakref.ref(made.untyped_storage())
+        return made
+
+    def meet(tensor: Tensor, group: str) -> None:
+        assert allocated[tensor.data_ptr()]() is not None, "not in symmetric memory"
+        assert group == dist.group.WORLD.group_name
+        log["met"] += 1
+
+    with (
+        mock.patch.object(symmetric, "DEVICES", ("cpu",)),
+        mock.patch.object(symmetric, "use_backend", lambda name: log.update([name])),
+        mock.patch.object(symmetric, "allocate", allocate),
+        mock.patch.object(symmetric, "meet", meet),
+    ):
+        model = api.units(net(), "0", "2")
+        for one in (without, model):
+            one[0].set_force_sum_reduction_for_comms(is_sum)
+        for _ in range(2):  # as often as one likes
+            assert model[0].set_symm_mem_for_comm() is None
+        memory = model[0].set_allocate_memory_from_process_group_for_comm
+        assert message(lambda: memory(True)).endswith(
+            "cannot be called after set_symm_mem_for_comm"
+        )
+        with pytest.raises(ValueError, match="backend='CUDA'; should be 'NCCL'"):
+            model[0].set_symm_mem_for_comm("CUDA")
+        call, call_without = api.compile(model), api.compile(without)
+        for _ in range(2):
+            assert torch.equal(input_step(call), input_step(call_without))
+        described = str(compiled_fsdp.explain(model))
+    # gathered in forward and for backward (the outermost unit's stays), and reduced
+    assert log == {"NCCL": 2, "met": 2 * (2 + 2 * is_sum)}, log
+    assert "set_symm_mem_for_comm" in described
+    for mine, its in zip(model.parameters(), without.parameters(), strict=True):
+        assert torch.equal(mine.grad.to_local(), its.grad.to_local())
 
 
 @rows("12.22")
