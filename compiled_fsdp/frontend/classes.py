@@ -118,7 +118,7 @@ def _make_class(original: type, root: type | None) -> type:
     name = original.__name__
     if root is not None:
         name = f"FSDP{name}"
-        bases = (_Unannounced, root, original)
+        bases = (root, _Unannounced, original)
         body |= {"__qualname__": name, "__deepcopy__": _no_deepcopy}
         if original.__module__.startswith("torch.nn."):
             body["forward"] = _own_forward(original)
