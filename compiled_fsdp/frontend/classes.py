@@ -114,11 +114,13 @@ def _make_class(original: type, root: type | None) -> type:
         "__qualname__": original.__qualname__,
         "zero_grad": zeroing(original),
     }
-    bases: tuple[type, ...] = (_Unannounced, original)
+    # A user's class may come from one of ours, as torch's parametrizations of a sharded layer do.
+    is_ours = issubclass(original, _Unannounced)
+    bases: tuple[type, ...] = (original,) if is_ours else (_Unannounced, original)
     name = original.__name__
     if root is not None:
         name = f"FSDP{name}"
-        bases = (root, _Unannounced, original)
+        bases = (root, *bases)
         body |= {"__qualname__": name, "__deepcopy__": _no_deepcopy}
         if original.__module__.startswith("torch.nn."):
             body["forward"] = _own_forward(original)
