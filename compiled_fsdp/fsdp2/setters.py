@@ -392,8 +392,11 @@ class Setters:
         for state in self._fsdp_below(recurse):
             settings: Settings = state.unit.settings
             for name, value in changes.items():
-                setattr(settings, name, value)
                 setter = asked_by(str(value), SETTERS[name])
+                before = asked_by(str(getattr(settings, name)), SETTERS[name])
+                if before != setter:  # whose algorithm this one replaces
+                    state.unit.options.ask(before, DEFAULTS[name], DEFAULTS[name])
+                setattr(settings, name, value)
                 state.unit.options.ask(setter, value, DEFAULTS[name])
             state.unit.publish()
 

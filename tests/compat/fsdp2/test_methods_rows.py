@@ -609,8 +609,14 @@ def symmetric_memory(api: Api, is_sum: bool) -> None:
         for _ in range(2):
             assert torch.equal(input_step(call), input_step(call_without))
         described = str(compiled_fsdp.explain(model))
+        counted = dict(log)
+        replaced = api.units(net(), "0", "2")
+        replaced[0].set_symm_mem_for_comm()
+        replaced[0].set_custom_all_gather(LoggedGather())
+        input_step(api.compile(replaced))
+        assert "set_symm_mem_for_comm" not in str(compiled_fsdp.explain(replaced))
     # gathered in forward and for backward (the outermost unit's stays), and reduced
-    assert log == {"NCCL": 2, "met": 2 * (2 + 2 * is_sum)}, log
+    assert counted == {"NCCL": 2, "met": 2 * (2 + 2 * is_sum)}
     assert "set_symm_mem_for_comm" in described
     for mine, its in zip(model.parameters(), without.parameters(), strict=True):
         assert torch.equal(mine.grad.to_local(), its.grad.to_local())
