@@ -27,7 +27,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,19 +142,28 @@ def gloo_rate(num_in_flight: int, megabytes: int = 6, repeats: int = 10) -> floa
 
     shard = torch.zeros(megabytes * 2**20, dtype=torch.uint8)
     outputs = torch.empty(num_in_flight, WORLD_SIZE * shard.numel(), dtype=torch.uint8)
-    works: list[Any] = []
     dist.all_gather_into_tensor(outputs[0], shard)
     dist.barrier()
     start = time.perf_counter()
+    in_flight(
+        lambda i: dist.all_gather_into_tensor(outputs[i], shard, async_op=True),
+        num_in_flight,
+        repeats,
+    )
+    return 8e-9 * repeats * shard.numel() / (time.perf_counter() - start)
+
+
+def in_flight(begin: Callable[[int], Any], most: int, repeats: int) -> None:
+    """Call `begin(place)` so often, which returns a collective under way, with places in turn from
+    0 to `most`, excluded; a place is free once its collective was awaited. Waits for all.
+    """
+    works: list[Any] = []
     for index in range(repeats):
-        if len(works) == num_in_flight:
+        if len(works) == most:
             works.pop(0).wait()
-        works.append(
-            dist.all_gather_into_tensor(outputs[index % num_in_flight], shard, async_op=True)
-        )
+        works.append(begin(index % most))
     for work in works:
         work.wait()
-    return 8e-9 * repeats * shard.numel() / (time.perf_counter() - start)
 
 
 def rate_name(rate_gbit: float | None) -> str:

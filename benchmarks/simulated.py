@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from gpt import SIZES
-from hosts import WORLD_SIZE, HostsError, rate_name, two_hosts
+from hosts import WORLD_SIZE, HostsError, in_flight, rate_name, two_hosts
 from results import Panel, Report, Table, machine, ratio, spread
 from side_by_side import NUM_WARMUP, Comparison, Side
 from variants import VARIANTS, Job, legend
@@ -145,24 +144,18 @@ def exchange(rate: float, output: Path) -> None:
     dist.init_process_group("gloo")
     sent, received = torch.ones(LARGE), [torch.empty(LARGE) for _ in range(IN_FLIGHT)]
     num_bytes = sent.nbytes * (WORLD_SIZE - 1) / WORLD_SIZE
-    count = IN_FLIGHT + max(IN_FLIGHT, round(SECONDS * rate * 1e9 / 8 / num_bytes))
-    under_way: deque[dist.Work] = deque()
-    for index in range(count):
-        if index == IN_FLIGHT:  # connected, and warm
-            while under_way:
-                under_way.popleft().wait()
-            dist.barrier()
-            begin, core = time.perf_counter(), time.process_time() + kernel_seconds()
-        if len(under_way) == IN_FLIGHT:
-            under_way.popleft().wait()
-        work = dist.all_to_all_single(received[index % IN_FLIGHT], sent, async_op=True)
-        assert work is not None
-        under_way.append(work)
-    while under_way:
-        under_way.popleft().wait()
-    num_bytes *= count - IN_FLIGHT
+    count = max(IN_FLIGHT, round(SECONDS * rate * 1e9 / 8 / num_bytes))
+
+    def begin(place: int) -> Any:
+        return dist.all_to_all_single(received[place], sent, async_op=True)
+
+    in_flight(begin, IN_FLIGHT, IN_FLIGHT)  # connected, and warm
+    dist.barrier()
+    start, core = time.perf_counter(), time.process_time() + kernel_seconds()
+    in_flight(begin, IN_FLIGHT, count)
+    num_bytes *= count
     core = time.process_time() + kernel_seconds() - core
-    found = Raw(num_bytes / (time.perf_counter() - begin), core / num_bytes)
+    found = Raw(num_bytes / (time.perf_counter() - start), core / num_bytes)
     if dist.get_rank() == 0:
         output.write_text(json.dumps(asdict(found)))
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import unittest
@@ -95,6 +96,19 @@ class TestBenchmarks(unittest.TestCase):
         self.assertEqual(row[0], "0.01 Gbit/s, ours_eager")
         self.assertEqual(row[-1], f"{2 * times[0] / min(times):.2f}")
         self.assertIn("(target: at most 10% at every rate)", found.notes[0])
+
+    def test_raw_exchanges(self):
+        """Between two processes, in the place of two hosts."""
+        with TemporaryDirectory() as folder:
+            output = Path(folder) / "raw.json"
+            run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+            argv = (simulated.__file__, simulated.RAW, "0.01", output)
+            subprocess.run([sys.executable, *run, *argv], check=True)
+            raw = simulated.Raw(**json.loads(output.read_text()))
+        wire = raw.wire()
+        self.assertEqual((wire.bandwidth, wire.issue), (raw.bandwidth, raw.issue))
+        self.assertGreater(raw.bandwidth, 1e6)
+        self.assertTrue(1e-11 < raw.issue < 1e-6, raw)
 
     def test_ways_on_one_device(self):
         """Ratios are to the floor and to stock over the same wire; what has failed is said."""
