@@ -1,7 +1,7 @@
 # `make train` and `make test` do all the set-up themselves: Python 3.10+, make and a C++ compiler are enough.
 # Another torch gets an environment of its own: make test TORCH=torch==2.15.0 VENV=.venv-2.15 (docs/torch_versions.md).
 
-PYTHON ?= python3
+PYTHON ?= $(shell python3 .ci/interpreter.py)
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 WORLD ?= 2
