@@ -12,7 +12,7 @@ from compiled_fsdp.errors import named, warn_once
 from compiled_fsdp.frontend.state import get_state
 from compiled_fsdp.passes.pipeline import key as pipeline_key
 from compiled_fsdp.planning.plan import current_plan
-from compiled_fsdp.torch_private.dynamo import is_compiled
+from compiled_fsdp.torch_private.compiled import is_compiled
 from compiled_fsdp.torch_private.groups import assume_backend, is_alone, is_known
 
 from . import facts as of_code

@@ -8,7 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any, cast
 
 from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
-from compiled_fsdp.torch_private.dynamo import uncompiled
+from compiled_fsdp.torch_private.compiled import uncompiled
 from compiled_fsdp.torch_private.groups import common_name
 
 from .captures import check_made, patches_of

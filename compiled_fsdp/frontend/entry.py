@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_fsdp.torch_private.dynamo import compiled_again, is_refused, never_traced_alone
+from compiled_fsdp.torch_private.compiled import compiled_again
+from compiled_fsdp.torch_private.dynamo import is_refused, never_traced_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable

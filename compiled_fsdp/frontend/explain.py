@@ -14,7 +14,7 @@ from compiled_fsdp.inspection import measured
 from compiled_fsdp.inspection.collect import Ran, collect
 from compiled_fsdp.inspection.explanation import Explanation, OptionInfo
 from compiled_fsdp.planning.plan import options as plan_options
-from compiled_fsdp.torch_private.dynamo import uncompiled
+from compiled_fsdp.torch_private.compiled import uncompiled
 from compiled_fsdp.units.unit import original_class
 from compiled_fsdp.wire.runs import all_runs
 

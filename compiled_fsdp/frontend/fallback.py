@@ -13,7 +13,7 @@ import torch
 import torch._dynamo.utils as dynamo
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.torch_private.dynamo import (
+from compiled_fsdp.torch_private.compiled import (
     is_call_of_compiled,
     last_recompile,
     modes_that_keep_it_out,

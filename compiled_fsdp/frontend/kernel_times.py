@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from compiled_fsdp.planning.calibrate import DIGITS, calibrate, groups_of
 from compiled_fsdp.planning.costs import Costs, kernel
 from compiled_fsdp.planning.plan import current_plan, use
-from compiled_fsdp.torch_private.dynamo import uncompiled
+from compiled_fsdp.torch_private.compiled import uncompiled
 from compiled_fsdp.units.tensor_parallel import groups_beside
 
 from .warmup import run_both, sharded_below, without_trace

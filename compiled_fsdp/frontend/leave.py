@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from compiled_fsdp.torch_private.dynamo import is_resumed, untraced
+from compiled_fsdp.torch_private.compiled import is_resumed
+from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.wire import leaving
 
 from .calls import innermost

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compiled_fsdp.torch_private.dynamo import before_compiling, last_recompile
+from compiled_fsdp.torch_private.compiled import before_compiling, last_recompile
 
 from .calls import CALLS, innermost
 from .entry import is_entry

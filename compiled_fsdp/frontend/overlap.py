@@ -32,8 +32,9 @@ from compiled_fsdp.ir.spec import IN_BACKWARD
 from compiled_fsdp.optim.muon import Muon
 from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
 from compiled_fsdp.torch_private.autograd import backward_number
+from compiled_fsdp.torch_private.compiled import uncompiled
 from compiled_fsdp.torch_private.dtensors import make_dtensor
-from compiled_fsdp.torch_private.dynamo import uncompiled, untraced
+from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.units.in_flight import SteppedGrad, is_stepped_grad
 
 from .others import Others

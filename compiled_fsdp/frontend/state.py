@@ -18,10 +18,9 @@ from compiled_fsdp.eager.stock_state import StockState, show_to_schedules
 from compiled_fsdp.eager.tree import in_backward
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.planning.calibrate import calibrate_plan
+from compiled_fsdp.torch_private.compiled import code_in_trace, codes_under_way
 from compiled_fsdp.torch_private.dynamo import (
     TRACES_TO_DTENSORS,
-    code_in_trace,
-    codes_under_way,
     is_refused,
     trace_again,
     traces_autograd,

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_leaves
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.verdict import compare
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.torch_private.dynamo import compile_for_good, uncompiled, untraced
+from compiled_fsdp.torch_private.compiled import compile_for_good, uncompiled
+from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.wire import copies
 from compiled_fsdp.wire.captured import Captures, each_run, on_device
 from compiled_fsdp.wire.ignored import Ignored

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compiled_fsdp.errors import shortened, warn_once
-from compiled_fsdp.torch_private.dynamo import error_of_backend, why_no_graph
+from compiled_fsdp.torch_private.compiled import error_of_backend, why_no_graph
 from compiled_fsdp.torch_private.modules import hooked_on_backward
 
 from .optimizers import LOOP

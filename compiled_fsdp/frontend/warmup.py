@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from compiled_fsdp.errors import named
-from compiled_fsdp.torch_private.dynamo import uncompiled
+from compiled_fsdp.torch_private.compiled import uncompiled
 from compiled_fsdp.wire.agreement import agree
 from compiled_fsdp.wire.divergence import DivergenceError, describe
 

@@ -17,8 +17,8 @@ from compiled_fsdp.frontend.arguments import check_sharding
 from compiled_fsdp.frontend.first_call import check_optimizers
 from compiled_fsdp.frontend.state import State, adopt_nested, get_state
 from compiled_fsdp.frontend.stepped import ignore
+from compiled_fsdp.torch_private.compiled import uncompiled
 from compiled_fsdp.torch_private.dtensors import local_tensor
-from compiled_fsdp.torch_private.dynamo import uncompiled
 from compiled_fsdp.torch_private.modules import is_replicated, plain_name
 from compiled_fsdp.units.cutting import sharded_as
 from compiled_fsdp.units.extension import has_extension

@@ -13,13 +13,9 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.frontend.classes import swap_class
 from compiled_fsdp.frontend.state import State, get_state, set_state
+from compiled_fsdp.torch_private.compiled import rebind_compiled, uncompiled
 from compiled_fsdp.torch_private.dtensors import in_own_storage, local_tensor, starting_at_zero
-from compiled_fsdp.torch_private.dynamo import (
-    never_traced_alone,
-    rebind_compiled,
-    uncompiled,
-    untraced,
-)
+from compiled_fsdp.torch_private.dynamo import never_traced_alone, untraced
 from compiled_fsdp.torch_private.modules import register_first
 from compiled_fsdp.units.assigned import adopt_replaced
 from compiled_fsdp.units.registered import Registered

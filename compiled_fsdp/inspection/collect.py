@@ -15,7 +15,7 @@ from compiled_fsdp.dump.graph_record import GraphRecord
 from compiled_fsdp.ir import quantized
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.planning.plan import options as plan_options
-from compiled_fsdp.torch_private.dynamo import recompiles
+from compiled_fsdp.torch_private.compiled import recompiles
 from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.units.unit import original_class
 from compiled_fsdp.wire.ops import TRACED

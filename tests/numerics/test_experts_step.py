@@ -27,7 +27,7 @@ from compiled_fsdp import Muon, compile_step, fully_shard, planned
 from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.graph import find, order
 from compiled_fsdp.ir.schema import UPDATE
-from compiled_fsdp.torch_private.dynamo import recompiles
+from compiled_fsdp.torch_private.compiled import recompiles
 
 if TYPE_CHECKING:
     from kit.pool import Pool

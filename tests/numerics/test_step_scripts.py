@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_full_backward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from compiled_fsdp import compile_step, fully_shard
-from compiled_fsdp.torch_private.dynamo import recompiles
+from compiled_fsdp.torch_private.compiled import recompiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -231,11 +231,11 @@ def count_recompiles() -> int:
     """Learning rates, also as tensors, make no graph anew."""
     run, step = whole(Options("odd"))
     step(*batch_of("odd", 0))
-    before = len(compiled_fsdp.torch_private.dynamo.recompiles())
+    before = len(compiled_fsdp.torch_private.compiled.recompiles())
     for lr in (0.1, 0.2, torch.tensor(0.3)):
         run.optimizer.param_groups[0]["lr"] = lr
         step(*batch_of("odd", 1))
-    return len(compiled_fsdp.torch_private.dynamo.recompiles()) - before
+    return len(compiled_fsdp.torch_private.compiled.recompiles()) - before
 
 
 def test_no_recompile(two: Pool) -> None:

@@ -17,7 +17,7 @@ from pairs.train import Run, trained
 
 import compiled_fsdp
 from compiled_fsdp import GraphInvariantError
-from compiled_fsdp.torch_private.dynamo import error_of_backend
+from compiled_fsdp.torch_private.compiled import error_of_backend
 from compiled_fsdp.wire.divergence import CommunicationError, DivergenceError
 
 if TYPE_CHECKING:

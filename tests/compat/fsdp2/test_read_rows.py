@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import errors, fully_shard
-from compiled_fsdp.torch_private.dynamo import num_compiled
+from compiled_fsdp.torch_private.compiled import num_compiled
 from compiled_fsdp.units.registered import Registered
 
 if TYPE_CHECKING:
