@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from experts import LARGE, SMALL
 from gpt import SIZES
+from job import Job
 from moe import name_of
 from results import Panel, Report, Table, machine, ratio, spread
 from screen import Screen
 from settings import Settings
 from side_by_side import Comparison, run_local
 from step_time import medians
-from variants import BY_DEFAULT, RECOMPUTED, Job, legend
+from variants import BY_DEFAULT, RECOMPUTED, legend
 
 STOCK = "stock_block_compile"
 SIDES = ("ours", *RECOMPUTED, STOCK)

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from gpt import GPTConfig
+from job import Job, make_batches, make_model, shard, trainer
 from results import Panel, Report, Table, machine
 from screen import leave
-from variants import Job, make_batches, make_model, shard, trainer
 
 import compiled_fsdp
 

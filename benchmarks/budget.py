@@ -13,12 +13,13 @@ from typing import Any
 import wire
 from gpt import SIZES
 from hosts import rate_name
+from job import Job
 from results import Panel, Report, Table, ratio, spread
 from screen import Screen
 from settings import Settings
 from side_by_side import Comparison, run_local
 from step_time import medians, parts
-from variants import SWEEP, Job, legend, with_floors
+from variants import SWEEP, legend, with_floors
 
 DDP, MOST = "ddp_compile", "ours_at_ddp_peak"
 GOAL = 1.2

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from gpt import GPTConfig
 from hosts import ProcessError
+from job import Job
 from results import Panel, Report, Table, machine, ratio, spread
 from screen import leave
-from variants import VARIANTS, Job, legend
+from variants import VARIANTS, legend
 
 from compiled_fsdp.compiler import driver, inductor
 

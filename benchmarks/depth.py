@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from gpt import GPTConfig
 from hosts import ProcessError
+from job import Job
 from results import Panel, Report, Table, machine
-from variants import VARIANTS, Job, legend
+from variants import VARIANTS, legend
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -5,12 +5,13 @@ from __future__ import annotations
 import memory
 import step_time
 from hosts import rate_name
+from job import Job
 from moe import MoEConfig, MoEGPT, num_active
 from results import Report
 from screen import Screen
 from settings import Settings
 from side_by_side import Comparison
-from variants import BY_DEFAULT, Job, with_floors
+from variants import BY_DEFAULT, with_floors
 from wire import facts, measure_at
 
 SIDES = (

@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 from deepseek import DeepSeek, DeepSeekConfig, share_experts
 from gpt import RMSNorm, rotary_table
+from job import part_of
 from llama import Llama, LlamaConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
-from variants import part_of
 
 from compiled_fsdp import (
     Plan,

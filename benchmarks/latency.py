@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import step_time
 from gpt import GPTConfig
+from job import Job
 from results import Report, machine
 from screen import Screen
 from settings import Settings
 from side_by_side import Comparison, run_local
-from variants import Job
 
 GOAL = 0.5
 

@@ -6,12 +6,13 @@ Every variant runs in processes of its own, since resident memory belongs to a p
 from __future__ import annotations
 
 from gpt import SIZES
+from job import Job
 from moe import name_of
 from results import Panel, Report, Table, machine, ratio
 from screen import Screen
 from settings import Settings
 from side_by_side import Comparison, run_local
-from variants import Job, legend
+from variants import legend
 
 GOAL = 0.8
 COLUMNS = (

@@ -8,13 +8,14 @@ from typing import Any
 
 from gpt import SIZES
 from hosts import HostsError, rate_name
+from job import Job, make_model
 from matrix_optimizers import matrices
 from results import Panel, Report, Table, machine, ratio, spread
 from screen import Screen
 from settings import Settings
 from side_by_side import Comparison, run_local
 from step_time import describe, medians
-from variants import BY_DEFAULT, Job, legend, make_model
+from variants import BY_DEFAULT, legend
 from wire import facts, measure_at
 
 from compiled_fsdp.optim.newton_schulz import flops

@@ -25,12 +25,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from builders import PREDICTIONS
 from hosts import gloo_rate, sent_bytes
+from job import Job, Step
 from matrix_optimizers import SECONDS
 from measure import communication, peak_tensor_bytes
 from moe import config_of
 from screen import Screen, leave
-from variants import PREDICTIONS, VARIANTS, Job, Step
+from variants import VARIANTS
 
 NUM_WARMUP = 2
 # The losses of the first steps are compared: later ones drift apart, as AdamW divides rounding by

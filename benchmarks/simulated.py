@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 from gpt import SIZES
 from hosts import WORLD_SIZE, HostsError, in_flight, rate_name, two_hosts
+from job import Job
 from results import Panel, Report, Table, machine, ratio, spread
 from side_by_side import NUM_WARMUP, Comparison, Side
-from variants import VARIANTS, Job, legend
+from variants import VARIANTS, legend
 from wire import measure_at
 
 from compiled_fsdp.command.simulate import as_rank

@@ -11,7 +11,8 @@ import sys
 
 import torch.distributed as dist
 from gpt import SIZES
-from variants import VARIANTS, Job
+from job import Job
+from variants import VARIANTS
 
 
 def main(name: str) -> None:

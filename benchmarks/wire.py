@@ -12,11 +12,11 @@ from typing import Any
 import step_time
 from gpt import SIZES
 from hosts import default_burst_kib, rate_name, two_hosts
+from job import Job
 from results import Report, machine
 from screen import Screen
 from settings import Settings
 from side_by_side import Comparison, command_for
-from variants import Job
 
 
 def run(settings: Settings, screen: Screen) -> Report:

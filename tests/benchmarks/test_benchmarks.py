@@ -20,10 +20,11 @@ import results
 import side_by_side
 import simulated
 import step_time
+from job import Job
 from results import Panel, Report, Table
 from screen import Screen
 from side_by_side import Comparison
-from variants import SWEEP, VARIANTS, Job, with_floors
+from variants import SWEEP, VARIANTS, with_floors
 
 
 def seen(times: list[float], **changes: float) -> dict[str, object]:
