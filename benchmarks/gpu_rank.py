@@ -45,7 +45,7 @@ from compiled_fsdp import (
 from compiled_fsdp.command.simulate import as_rank
 from compiled_fsdp.planning.costs import Costs, Link
 from compiled_fsdp.torch_private.dtensors import local_tensor
-from compiled_fsdp.wire.timed import Wire, World
+from compiled_fsdp.wire.world import Wire, World
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

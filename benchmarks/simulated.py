@@ -34,7 +34,7 @@ from wire import measure_at
 
 from compiled_fsdp.command.simulate import as_rank
 from compiled_fsdp.planning.plan import forced
-from compiled_fsdp.wire.timed import Wire, World
+from compiled_fsdp.wire.world import Wire, World
 
 if TYPE_CHECKING:
     from typing import TypeAlias

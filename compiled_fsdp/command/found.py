@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from compiled_fsdp.wire.timed import Wire
+    from compiled_fsdp.wire.world import Wire
 
 LATE = 0.02  # share of a step that is said
 

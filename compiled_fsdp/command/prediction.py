@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from compiled_fsdp.wire.timed import Carried, World
+    from compiled_fsdp.wire.world import Carried, World
 
     from .found import Memory
     from .machines import Machine

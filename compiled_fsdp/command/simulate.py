@@ -22,7 +22,8 @@ import torch.distributed.checkpoint as dcp
 from compiled_fsdp.eager.optimizer_steps import watched
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.torch_private.groups import lone_store
-from compiled_fsdp.wire.timed import BACKEND, World, timed_world
+from compiled_fsdp.wire.timed import BACKEND
+from compiled_fsdp.wire.world import World, timed_world
 
 from .steps import SimulationError, Steps
 

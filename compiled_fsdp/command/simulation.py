@@ -14,7 +14,7 @@ from compiled_fsdp.inspection.check import DumpError
 from compiled_fsdp.inspection.report.measured import add_profile
 from compiled_fsdp.inspection.report.page import write_report
 from compiled_fsdp.planning.plan import forced
-from compiled_fsdp.wire.timed import Wire, World
+from compiled_fsdp.wire.world import Wire, World
 
 from .asked import AskedError, plan_of
 from .machines import Machine, machine_named

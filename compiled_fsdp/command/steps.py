@@ -29,7 +29,7 @@ from .found import Found, Kind, Memory
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from compiled_fsdp.wire.timed import Carried, World
+    from compiled_fsdp.wire.world import Carried, World
 
 log = logging.getLogger(__name__)
 

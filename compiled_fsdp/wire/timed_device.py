@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from .timed import Carried
+    from .world import Carried
 
 BESIDE = "deliveries"  # the stream on which results are copied
 

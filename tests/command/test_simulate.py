@@ -15,7 +15,7 @@ from torch import nn
 from compiled_fsdp import fully_shard
 from compiled_fsdp.command import cli
 from compiled_fsdp.command.simulate import as_rank
-from compiled_fsdp.wire.timed import Wire, World
+from compiled_fsdp.wire.world import Wire, World
 
 SCRIPT = """
 import os

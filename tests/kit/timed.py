@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from compiled_fsdp.wire.timed import Wire, World, timed_world
+from compiled_fsdp.wire.world import Wire, World, timed_world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

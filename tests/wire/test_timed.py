@@ -21,7 +21,8 @@ import compiled_fsdp
 from compiled_fsdp.planning.calibrate import calibrate
 from compiled_fsdp.planning.costs import Link
 from compiled_fsdp.torch_private.groups import common_name
-from compiled_fsdp.wire.timed import TimedGroup, Wire, World, timed_world
+from compiled_fsdp.wire.timed import TimedGroup
+from compiled_fsdp.wire.world import Wire, World, timed_world
 
 if TYPE_CHECKING:
     pass
