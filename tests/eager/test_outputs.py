@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from kit.beside import WIDTH, Net, Side, beside
+from kit.oracle import KINDS
 from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 from torch.nn.utils.rnn import PackedSequence
@@ -121,9 +122,14 @@ def returned(side: Side, way: str) -> None:
     side.train(side.compile(model), model)
 
 
+def alone(script: Callable[..., None], kind: str, *args: Any) -> None:
+    beside(script, *args, kinds=(kind,))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
-def test_what_holds_an_output(two: Pool, way: str) -> None:
-    two.run(beside, returned, way)
+def test_what_holds_an_output(two: Pool, way: str, kind: str) -> None:
+    two.run(alone, returned, kind, way)
 
 
 class Leaves(Net):
