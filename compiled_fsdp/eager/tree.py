@@ -16,7 +16,6 @@ import logging
 import weakref
 from collections import deque
 from dataclasses import fields, is_dataclass, replace
-from functools import lru_cache
 from types import FunctionType, ModuleType, NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -346,12 +345,7 @@ def _held_by_container(value: Any, leaves: set[type]) -> Iterable[Any] | None:
 
 
 def _held_by_object(value: Any) -> Iterable[Any]:
-    held = [getattr(value, name, None) for name in _slots_of(type(value))]
-    return [*held, *getattr(value, "__dict__", {}).values()]
-
-
-@lru_cache(maxsize=1024)
-def _slots_of(kind: type) -> tuple[str, ...]:
-    slots = [each.__dict__.get("__slots__", ()) for each in kind.__mro__]
+    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
     names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
-    return tuple(name for name in names if not name.startswith("__"))
+    held = [getattr(value, name, None) for name in names if not name.startswith("__")]
+    return [*held, *getattr(value, "__dict__", {}).values()]
