@@ -31,6 +31,7 @@ from compiled_fsdp import (
     set_plan,
 )
 from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.frontend.state import get_state
 from compiled_fsdp.inspection.guards import in_words
 from compiled_fsdp.planning.plan import options as plan_options
 from compiled_fsdp.planning.plan import use
@@ -453,3 +454,19 @@ def test_sharded_values_in_the_place_of_parameters() -> None:
     assert "has put in the place of the units' own, and nothing gathers these" in text
     assert "full_tensor()" in text
     assert "another unit" not in text
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_a_converted_model_was_not_assigned_to() -> None:
+    """What `model.double()` makes may have the address of what it replaced."""
+    model = sharded(Net())
+    params = [
+        p for runtime in get_state(model).runtime.tree.in_order() for p in runtime.unit.params
+    ]
+    assert not any([p.was_data_assigned() for p in params])
+    for _ in range(20):
+        model.double()
+        model.float()
+        assert not any([p.was_data_assigned() for p in params])
+    params[1].sharded.data = params[1].sharded * 2.0
+    assert [p.was_data_assigned() for p in params].index(True) == 1
