@@ -56,6 +56,7 @@ class Found:
     peak_flops: operations a second that the device could do, if somebody said so.
     tokens: of one step of all ranks together, if somebody said so.
     notes: on what is not as it should be.
+    was_ended: the script would have gone on.
     """
 
     rank: int
@@ -78,6 +79,7 @@ class Found:
     peak_flops: float | None = None
     tokens: float | None = None
     notes: list[str] = field(default_factory=list)
+    was_ended: bool = False
 
     @property
     def used(self) -> float | None:
@@ -91,7 +93,8 @@ class Found:
     def __str__(self) -> str:
         lines = [
             head(self.rank, self.world, self.ranks_per_node, self.wires),
-            f"{self.num_steps} steps timed, the first {self.num_skipped} left out",
+            f"{self.num_steps} steps timed, the first {self.num_skipped} left out"
+            + ("; then the script was ended (--steps)" if self.was_ended else ""),
             f"step      {self.step_s * 1e3:9.2f} ms  median; {self.fastest_s * 1e3:.2f} to "
             f"{self.slowest_s * 1e3:.2f}",
             f"exposed   {self.exposed_s * 1e3:9.2f} ms  {self.exposed_s / self.step_s:.0%} of "

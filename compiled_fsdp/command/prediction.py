@@ -22,7 +22,7 @@ from compiled_fsdp.wire.runs import all_runs
 
 from .found import head, in_memory, speed
 from .simulate import as_rank
-from .steps import SimulationError, Steps
+from .steps import EnoughError, SimulationError, Steps
 
 if TYPE_CHECKING:
     import argparse
@@ -39,10 +39,6 @@ NOT_MODELLED = (
     "knows one wire), gaps between kernels, the host, data loading, what is not in "
     "a compiled graph, ranks that are late, what an allocator loses"
 )
-
-
-class _EnoughError(BaseException):
-    """The script has shown what it does; not for `except Exception` to catch."""
 
 
 @dataclass
@@ -150,13 +146,13 @@ def predicted(
         counts.append({r.record: r.count for r in all_runs() if r.last > steps.began})
         flops.append(tally.flops)
         if len(counts) == LAST:
-            raise _EnoughError
+            raise EnoughError
 
     costs = machine.costs(options.efficiency)
     with unrun() as tally, forced(costs=costs), as_rank(world), watched(after):
         try:
             run()
-        except _EnoughError:
+        except EnoughError:
             pass
         except SystemExit as error:
             if error.code not in (None, 0):

@@ -25,7 +25,7 @@ from compiled_fsdp.torch_private.groups import lone_store
 from compiled_fsdp.wire.timed import BACKEND
 from compiled_fsdp.wire.world import World, timed_world
 
-from .steps import SimulationError, Steps
+from .steps import EnoughError, SimulationError, Steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,18 +36,23 @@ if TYPE_CHECKING:
 DROPPED = ("init_method", "pg_options", "device_id")
 
 
-def simulated(run: Callable[[], None], world: World, skip: int) -> tuple[Found, Any]:
-    """Call `run` as that rank; returns what was found, and the profile of the last steps that are
-    not timed, or None. What it raises goes through, with what was seen until then as a note.
+def simulated(
+    run: Callable[[], None], world: World, skip: int, most: int | None = None
+) -> tuple[Found, Any]:
+    """Call `run` as that rank, until `most` steps are timed, or to its end; returns what was found,
+    and the profile of the last steps that are not timed, or None. What it raises goes through, with
+    what was seen until then as a note.
 
     Raises:
         SimulationError: too few steps were made.
     """
-    steps = Steps(world, skip)
+    steps = Steps(world, skip, most)
     with as_rank(world), watched(steps):
         steps.probe.watch()
         try:
             run()
+        except EnoughError:
+            pass
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise

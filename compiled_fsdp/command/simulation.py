@@ -43,6 +43,9 @@ def add_simulate(commands: Any, script: argparse.ArgumentParser) -> None:
         "--skip", type=int, default=3, metavar="STEPS", help="first ones, untimed; default: 3"
     )
     parser.add_argument(
+        "--steps", type=int, default=10, help="to time; then the script is ended; default: 10"
+    )
+    parser.add_argument(
         "--tokens", type=float, metavar="N", help="in a step, of all ranks: for tokens/s"
     )
     parser.add_argument(
@@ -135,6 +138,8 @@ def simulate(options: argparse.Namespace) -> int:
 
 def _one(options: argparse.Namespace, machine: Machine | None) -> Found | Predicted:
     world = world_of(options, machine)
+    if options.steps < 1:
+        raise AskedError(f"--steps {options.steps}; should be how many steps to time, 1 or more")
 
     def run() -> None:
         run_script(options.script, options.arguments, is_module=options.is_module)
@@ -151,7 +156,7 @@ def _one(options: argparse.Namespace, machine: Machine | None) -> Found | Predic
         if machine is not None:
             found = predicted(run, world, machine, options)
         else:
-            found, profile = simulated(run, world, options.skip)
+            found, profile = simulated(run, world, options.skip, options.steps)
             found.tokens, found.peak_flops = options.tokens, options.peak_flops
         if folder is not None and not folder.is_dir():
             raise SimulationError(

@@ -172,17 +172,28 @@ def _number(formula: Any, shapes: list[list[int]]) -> float | None:
     return None
 
 
-class Steps:
-    """Ends of steps, and how many collectives there had been."""
+class EnoughError(BaseException):
+    """The script has shown what it does; not for `except Exception` to catch."""
 
-    def __init__(self, world: World, skip: int) -> None:
-        self.world, self.skip, self.began = world, skip, now()
+
+class Steps:
+    """Ends of steps, and how many collectives there had been.
+
+    most: how many are timed, after which the script is ended; None for all that it makes.
+    """
+
+    def __init__(self, world: World, skip: int, most: int | None = None) -> None:
+        self.world, self.skip, self.most, self.began = world, skip, most, now()
         self.ends: list[tuple[float, int]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.probe = Probe(skip)
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """After a step of any optimizer."""
+        """After a step of any optimizer.
+
+        Raises:
+            EnoughError: as many as are timed are over.
+        """
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
         if optimizer is self.optimizers[0]:
@@ -192,6 +203,12 @@ class Steps:
             if len(self.ends) == self.skip:  # what looking took is in no step
                 self.world.settle()
                 self.ends[-1] = (time.perf_counter(), len(self.world.carried))
+            if self._is_enough:
+                raise EnoughError
+
+    @property
+    def _is_enough(self) -> bool:
+        return self.most is not None and len(self.ends) >= max(self.skip, 1) + self.most
 
     def memory(self) -> Memory:
         """What the optimizers hold, and what a step needs beside it."""
@@ -238,6 +255,7 @@ class Steps:
             wires=[world.network] if world.ranks_per_node == 1 else [world.link, world.network],
             num_skipped=len(self.ends) - len(times),
             num_steps=len(times),
+            was_ended=self._is_enough,
             step_s=median(times),
             fastest_s=min(times),
             slowest_s=max(times),

@@ -29,6 +29,7 @@ HANDED_ON = (
     "latency",
     "issue",
     "skip",
+    "steps",
     "tokens",
     "peak_flops",
     "machine",

@@ -16,6 +16,7 @@ import logging
 import weakref
 from collections import deque
 from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
 from types import FunctionType, ModuleType, NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -319,6 +320,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     be a distribution, a class of the user's, or a dict of one.
     """
     seen: dict[int, Any] = {}  # with what has the identity, which else another may get
+    leaves: set[type] = set()  # of pytree, which goes by types; to ask is what takes long
     num_objects = 0
     left = [value]
     while left:
@@ -327,23 +329,31 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield found
         elif not isinstance(found, HOLDS_NONE) and id(found) not in seen:
             seen[id(found)] = found
-            if (held := _held_by_container(found)) is None:
+            if (held := _held_by_container(found, leaves)) is None:
+                leaves.add(type(found))
                 num_objects += 1
                 held = _held_by_object(found) if num_objects <= MOST_LOOKED_AT else ()
             left += held
 
 
-def _held_by_container(value: Any) -> Iterable[Any] | None:
+def _held_by_container(value: Any, leaves: set[type]) -> Iterable[Any] | None:
     if isinstance(value, dict):
         return value.values()
     if isinstance(value, list | tuple | set | frozenset):
         return value
-    leaves = tree_leaves(value)
-    return None if len(leaves) == 1 and leaves[0] is value else leaves
+    if type(value) in leaves:
+        return None
+    held = tree_leaves(value)
+    return None if len(held) == 1 and held[0] is value else held
 
 
 def _held_by_object(value: Any) -> Iterable[Any]:
-    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
-    held = [getattr(value, name, None) for name in names if not name.startswith("__")]
+    held = [getattr(value, name, None) for name in _slots_of(type(value))]
     return [*held, *getattr(value, "__dict__", {}).values()]
+
+
+@lru_cache(maxsize=1024)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = [each.__dict__.get("__slots__", ()) for each in kind.__mro__]
+    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
+    return tuple(name for name in names if not name.startswith("__"))

@@ -238,6 +238,37 @@ def test_objects_of_other_ranks_are_not_known(
     )
 
 
+@pytest.mark.parametrize("skip", [0, 3])
+def test_a_long_script_is_ended(
+    script: str, skip: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one that goes on after every error, and cleans up behind itself."""
+    text = SCRIPT.replace("    optimizer.step()\n", TRIES)
+    assert text != SCRIPT
+    Path(script).write_text(text)
+    out = tmp_path / "found.json"
+    options = ["--skip", str(skip), "--steps", "4", "--json", str(out)]
+    assert cli.main([*WORLD, *options, script, "stock", "100000"]) == 0
+    said = capsys.readouterr().out
+    assert "4 steps timed, the first" in said
+    assert "left out; then the script was ended (--steps)\n" in said
+    assert "cleaned up" in said
+    found = json.loads(out.read_text())
+    assert (found["num_steps"], found["num_skipped"]) == (4, max(skip, 1))
+    assert found["was_ended"]
+
+
+TRIES = """\
+    try:
+        optimizer.step()
+    except Exception as error:
+        print("a bad batch", error)
+    finally:
+        if _ > 3:
+            print("cleaned up")
+"""
+
+
 def test_what_the_script_says_goes_through(script: str) -> None:
     with pytest.raises(ValueError, match="of the script"):
         cli.main([*WORLD, script, "raises", "1"])
@@ -262,6 +293,7 @@ def test_what_cannot_be_simulated(
             "the page is about compiled graphs of ours, and the script has",
         ),
         (["--plan", "budget=1"], "'budget' is no field of Plan; it has"),
+        (["--steps", "0"], "--steps 0; should be how many steps to time, 1 or more"),
         (["--plan", "prefetch=-1"], "prefetch=-1; should be a number of units"),
         (["--plan", "prefetch"], "'prefetch' should be like memory_budget=0.5"),
         (

@@ -43,6 +43,7 @@ BACKENDS = {"compiled": "compiled_fsdp_eager", "inductor": "inductor", "aot_eage
 
 # Cannot do some things that 2.13 can, sharded or not: docs/torch_versions.md.
 IS_2_11 = TorchVersion(torch.__version__) < "2.12"
+IS_BEFORE_2_14 = TorchVersion(torch.__version__) < "2.14"
 SLOW = 600.0  # seconds that a test gets in which a C++ compiler runs
 ROUNDING = (1e-4, 1e-5)  # relative, absolute: where operations are fused, or added in another order
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from kit.compare import plain
-from kit.harness import SLOW
+from kit.harness import IS_BEFORE_2_14, SLOW
 from kit.oracle import (
     Api,
     against_stock,
@@ -34,7 +34,6 @@ from kit.pool import Pool
 from torch import Tensor, nn
 
 import compiled_fsdp
-from compiled_fsdp.torch_private.modules import reduces_in_grad_dtype
 
 
 class Branches(nn.Module):
@@ -305,14 +304,14 @@ def unfrozen_after_lazy_init(api: Api, dtype: torch.dtype) -> Any:
 
 @rows("11.3", status="improved")
 def test_unfrozen_with_mixed_precision(two: Pool) -> None:
-    """Before torch 2.15 stock has no dtype to cast the gradient to, and fails; ours casts as for
+    """Before torch 2.14 stock has no dtype to cast the gradient to, and fails; ours casts as for
     any other parameter.
     """
     two.run(unfrozen_with_mixed_precision)
 
 
 def unfrozen_with_mixed_precision() -> None:
-    if reduces_in_grad_dtype():
+    if not IS_BEFORE_2_14:
         same(unfrozen_after_lazy_init, torch.bfloat16)
     else:
         assert raised(lambda: unfrozen_after_lazy_init(Api("stock"), torch.bfloat16)) is not None
