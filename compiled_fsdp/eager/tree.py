@@ -31,6 +31,7 @@ from . import transformed
 from .clock import Clock
 from .finalization import Finalization
 from .resident import num_steps
+from .whose_gradients import say_after_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -221,6 +222,7 @@ class Tree:
             self.transformed_before.clear()
             if self.has_callback:
                 self.reset()
+                say_after_exception((r.unit for r in self.in_order()), "backward")
         self.finalization.before_forward()
 
     def reset(self) -> None:

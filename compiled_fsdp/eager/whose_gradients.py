@@ -1,5 +1,6 @@
 """Full parameters that stay registered, whose `.grad` is None, while the sharded ones have the
-gradients: announced, as loops over `parameters()` pass over these.
+gradients: announced, as loops over `parameters()` pass over these. So are gradients that units keep
+after an exception, which nobody sees.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING
 from compiled_fsdp.errors import shortened, warn_once
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from compiled_fsdp.units.unit import Unit
 
 ABOUT = "kept full parameters"
@@ -42,4 +45,20 @@ def say_after_forward(unit: Unit) -> None:
             "loops over gradients pass over them. Give them the optimizer's parameters, or call "
             "them before that forward or after that backward",
             about=ABOUT,
+        )
+
+
+def say_after_exception(units: Iterable[Unit], what: str) -> None:
+    """An exception has ended a forward or a backward (`what`): gradients of backwards without
+    synchronization outlive what a user may do about it.
+    """
+    kept = [u.name for u in units if not u.is_flat and any(flat.retained for flat in u.flats)]
+    if kept:
+        warn_once(
+            f"compiled_fsdp: an exception left a {what} while {kept[0]} keeps gradients of a "
+            "backward without synchronization (set_requires_gradient_sync(False)). "
+            "zero_grad() does not drop them, as in torch's FSDP2: the next backward that "
+            "reduces adds them. To drop them, call reset_iter_state() on the outermost "
+            "sharded module",
+            about="kept gradients",
         )

@@ -22,6 +22,7 @@ from compiled_fsdp.inspection.collect import after_first_step, has_trained
 from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.torch_private.groups import is_alone
 from compiled_fsdp.units.cutting import sharded_as
+from compiled_fsdp.units.registered import Registered
 from compiled_fsdp.wire.agreement import agree
 from compiled_fsdp.wire.divergence import DivergenceError, describe
 from compiled_fsdp.wire.ops import TRACED
@@ -144,6 +145,12 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
             "pruning, or as a Parameter made of a sharded one), and nothing gathers them. Register "
             "them before fully_shard"
         ) from error
+    if replaced := _replaced(units):
+        raise RuntimeError(
+            f"{told}: {shortened(replaced)} are DTensors that functional_call or an assignment "
+            "has put in the place of the units' own, and nothing gathers these. Put full tensors "
+            "there, as full_tensor() makes them; gradients by these are each rank's own"
+        ) from error
     if not others:
         raise RuntimeError(
             f"{told}: no other unit has any, so it is one that state_dict() gave, or that was kept "
@@ -169,6 +176,20 @@ def _of_no_unit(units: Iterable[Unit]) -> list[str]:
         for path, module in modules
         for name, p in module._parameters.items()
         if isinstance(p, DTensor) and (id(module), name) not in owners
+    ]
+
+
+def _replaced(units: Iterable[Unit]) -> list[str]:
+    """The parameters in whose place a user has put DTensors that no unit has."""
+    return [
+        param.fqn
+        for unit in units
+        for param in unit.params
+        if any(
+            name in module._parameters.replaced and isinstance(module._parameters[name], DTensor)
+            for module, name in param.owners
+            if isinstance(module._parameters, Registered)
+        )
     ]
 
 

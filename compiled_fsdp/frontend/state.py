@@ -16,6 +16,7 @@ from compiled_fsdp.eager.resident import drop, prepare
 from compiled_fsdp.eager.runtime import Runtime
 from compiled_fsdp.eager.stock_state import StockState, show_to_schedules
 from compiled_fsdp.eager.tree import in_backward
+from compiled_fsdp.eager.whose_gradients import say_after_exception
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.planning.calibrate import calibrate_plan
 from compiled_fsdp.torch_private.compiled import code_in_trace, codes_under_way
@@ -254,9 +255,9 @@ class State:
         error, where there is one.
         """
         self.runtime.end_failed_forward()
-        if not in_backward():  # where checkpointing ends what it computes again by an exception
-            self._say_what_is_kept()
         units = [runtime.unit for runtime in self.runtime.tree.in_order()]
+        if not in_backward():  # where checkpointing ends what it computes again by an exception
+            say_after_exception(units, "forward")
         try:
             if isinstance(error, RuntimeError):
                 explain_mixed(error, self.unit, units)
@@ -285,22 +286,6 @@ class State:
                 "has the values of before. Write `p.data.copy_(x)`, or `p.copy_(x)` under "
                 "torch.no_grad()",
                 about="assigned data",
-            )
-
-    def _say_what_is_kept(self) -> None:
-        """Gradients of backwards without synchronization outlive what a user may do about an
-        exception.
-        """
-        units = [runtime.unit for runtime in self.runtime.tree.in_order()]
-        kept = [unit.name for unit in units if any(flat.retained for flat in unit.flats)]
-        if kept:
-            warn_once(
-                f"compiled_fsdp: an exception left a forward while {kept[0]} keeps gradients of a "
-                "backward without synchronization (set_requires_gradient_sync(False)). "
-                "zero_grad() does not drop them, as in torch's FSDP2: the next backward that "
-                "reduces adds them. To drop them, call reset_iter_state() on the outermost "
-                "sharded module",
-                about="kept gradients",
             )
 
     def before_trace(self, module: nn.Module) -> None:

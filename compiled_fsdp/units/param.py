@@ -4,6 +4,7 @@ eager mode.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,7 @@ class ShardedParam:
     extension: TracedExtension | None = None
     extensions: list[TracedExtension] = field(default_factory=list)
     why_apart: str = ""
-    held: tuple[tuple[int, int], int] | None = None
+    held: tuple[int, weakref.ref[Tensor], int] | None = None
     registered_as: nn.Parameter | None = None
     shown_as: Handle | None = None
 
@@ -108,11 +109,16 @@ class ShardedParam:
         """
         if not isinstance(self.sharded, DTensor):
             return False
-        before, self.held = (
-            self.held,
-            ((id(self.sharded), id(self.local)), self.sharded.untyped_storage()._cdata),
+        number, local, storage = (
+            id(self.sharded),
+            self.local,
+            self.sharded.untyped_storage()._cdata,
         )
-        return before is not None and before[0] == self.held[0] and before[1] != self.held[1]
+        before, self.held = self.held, (number, weakref.ref(local), storage)
+        if before is None or before[0] != number:
+            return False
+        is_same = before[1]() is local  # by its id, another that `model.to` made could pass for it
+        return is_same and before[2] != storage
 
     @property
     def local(self) -> Tensor:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as StockFSDP
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.func import functional_call
 
 from compiled_fsdp import (
     FullyShardedDataParallel,
@@ -30,6 +31,7 @@ from compiled_fsdp import (
     set_plan,
 )
 from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.frontend.state import get_state
 from compiled_fsdp.inspection.guards import in_words
 from compiled_fsdp.planning.plan import options as plan_options
 from compiled_fsdp.planning.plan import use
@@ -438,3 +440,33 @@ class TestRecompiles:
         text = "0/0: tensor 'x' size mismatch at index 0. expected 2, actual 3"
         assert in_words(f"{text}\nUser stack trace:\n  File") == text
         assert in_words("something else") == "something else"
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_sharded_values_in_the_place_of_parameters() -> None:
+    """Nothing gathers what is computed from sharded parameters."""
+    model = sharded(Net())
+    scaled = {name: p * 0.9 for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError) as raised:
+        functional_call(model, scaled, (torch.ones(2, 4),))
+    text = str(raised.value)
+    assert "layers.0.weight, layers.0.bias" in text
+    assert "has put in the place of the units' own, and nothing gathers these" in text
+    assert "full_tensor()" in text
+    assert "another unit" not in text
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_a_converted_model_was_not_assigned_to() -> None:
+    """What `model.double()` makes may have the address of what it replaced."""
+    model = sharded(Net())
+    params = [
+        p for runtime in get_state(model).runtime.tree.in_order() for p in runtime.unit.params
+    ]
+    assert not any([p.was_data_assigned() for p in params])
+    for _ in range(20):
+        model.double()
+        model.float()
+        assert not any([p.was_data_assigned() for p in params])
+    params[1].sharded.data = params[1].sharded * 2.0
+    assert [p.was_data_assigned() for p in params].index(True) == 1
