@@ -88,7 +88,7 @@ def _keep_inputs(nodes: list[BaseSchedulerNode]) -> None:
     under_way: dict[str, list[str]] = {}  # for each result not awaited yet: what is read for it
     for node in nodes:
         target = getattr(node.node, "op_overload", None)
-        reads = [read.name for read in node.read_writes.reads]
+        reads = [dep.name for dep in node.read_writes.reads if not _only_orders(dep)]
         if target in ASYNCHRONOUS:
             under_way.update(dict.fromkeys(node.get_buffer_names(), reads))
         elif target is WAIT:
@@ -100,6 +100,13 @@ def _keep_inputs(nodes: list[BaseSchedulerNode]) -> None:
             for sent in [under_way.pop(result) for result in reads if result in under_way]:
                 under_way.update(dict.fromkeys(node.get_buffer_names(), sent))
     V.graph.never_reuse_buffers.update(name for reads in under_way.values() for name in reads)
+
+
+def _only_orders(dep: Any) -> bool:
+    """Whether nothing is read: of an order that mutations need. Taken for a read, it kept what a
+    first unit had gathered, in a whole step, until the first reduction was through.
+    """
+    return isinstance(dep, WeakDep) and dep.is_fake
 
 
 def _is_ours(node: BaseSchedulerNode) -> bool:

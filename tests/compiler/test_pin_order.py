@@ -1,0 +1,63 @@
+"""What Inductor's scheduler is told of buffers that a collective still reads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._inductor.dependencies import StarDep, WeakDep
+from torch._inductor.virtualized import V
+
+from compiled_fsdp.compiler.pin_order import _keep_inputs
+
+REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+SCHEDULER = SimpleNamespace(name_to_buf={"sent": SimpleNamespace(users=[])})
+
+
+class Node:
+    """As much of a scheduler's node as is looked at."""
+
+    def __init__(self, op: Any, name: str, *reads: Any) -> None:
+        self.node, self.name = SimpleNamespace(op_overload=op), name
+        self.read_writes, self.scheduler = SimpleNamespace(reads=reads), SCHEDULER
+        self.added: list[str] = []
+
+    def get_buffer_names(self) -> list[str]:
+        return [self.name]
+
+    def add_fake_dep(self, dep: Any) -> None:
+        self.added.append(dep.name)
+
+
+def after(name: str) -> WeakDep:
+    """Nothing is read, but `name` comes first."""
+    return WeakDep(name, mutating_buf=name, is_fake=True)
+
+
+def kept_by(*nodes: Node) -> set[str]:
+    """What is never reused, behind dependencies that waits have got."""
+    graph = SimpleNamespace(never_reuse_buffers=set())
+    with V.set_graph_handler(graph):  # type: ignore[arg-type]
+        _keep_inputs(list(nodes))  # type: ignore[arg-type]
+    return graph.never_reuse_buffers
+
+
+def test_a_wait_reads_what_travels_and_nothing_else() -> None:
+    """A reduction that has to follow an earlier wait does not read what that one waited for."""
+    wait = Node(WAIT, "awaited", StarDep("reduced"))
+    assert kept_by(Node(REDUCE, "reduced", StarDep("sent"), after("gathered")), wait) == set()
+    assert wait.added == ["sent"]
+
+
+def test_who_comes_later_takes_nothing_over() -> None:
+    """What is ordered behind a collective has not its result, so that its wait is still to come."""
+    wait = Node(WAIT, "awaited", StarDep("reduced"))
+    later = Node(None, "other", after("reduced"))
+    assert kept_by(Node(REDUCE, "reduced", StarDep("sent")), later, wait) == set()
+    assert wait.added == ["sent"]
+
+
+def test_what_no_wait_follows_is_never_reused() -> None:
+    assert kept_by(Node(REDUCE, "reduced", StarDep("sent"), after("gathered"))) == {"sent"}
