@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 DROPPED = ("init_method", "pg_options", "device_id")
 
 
-def simulated(
-    run: Callable[[], None], world: World, skip: int, most: int | None = None
-) -> tuple[Found, Any]:
+def simulated(run: Callable[[], None], world: World, skip: int, most: int) -> tuple[Found, Any]:
     """Call `run` as that rank, until `most` steps are timed, or to its end; returns what was found,
     and the profile of the last steps that are not timed, or None. What it raises goes through, with
     what was seen until then as a note.
