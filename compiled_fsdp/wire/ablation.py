@@ -9,12 +9,14 @@ kernels, and nothing on the wire. Losses mean nothing then.
 from __future__ import annotations
 
 import os
-from functools import cache
 
 import torch.distributed as dist
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.torch_private.groups import group_named, new_group
+from compiled_fsdp.torch_private.groups import group_named, kept_for, new_group
+
+# By the name of a group, the group and its fake one.
+_made: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def is_ablated(name: str) -> bool:
@@ -29,8 +31,11 @@ def is_ablated(name: str) -> bool:
     return True
 
 
-@cache
 def fake_group(name: str) -> str:
     """The name of a fake group with the ranks of this one; made once, by all its ranks together."""
-    ranks = dist.get_process_group_ranks(group_named(name))
-    return new_group(ranks, "fake").group_name
+    group = group_named(name)
+
+    def make() -> dist.ProcessGroup:
+        return new_group(dist.get_process_group_ranks(group), "fake")
+
+    return kept_for(group, name, _made, make).group_name

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 FIRST_TAG, TAGS = 1 << 30, 1 << 30  # of messages; users' own are small numbers
 
-_tags: dict[str, itertools.count[int]] = {}
+# By name, a group and the numbers of its messages.
+_tags: dict[str, tuple[dist.ProcessGroup, itertools.count[int]]] = {}
 # Until awaited: torch keeps no reference to the Python half of a Work, nor gloo to its buffers.
 _pending: set[Exchange] = set()
 
@@ -152,7 +153,7 @@ def _exchange(
     group = group_named(name)
     rank, size = group.rank(), group.size()
     others = [(rank + step) % size for step in range(1, size)]
-    tags = _tags.setdefault(group.group_name, itertools.count())
+    tags = _tags_of(group)
     works: list[tuple[int, Any]] = []
     parameters = what.partition(" (")[2]  # not the unit: its class may have another name elsewhere
     told_apart = zlib.crc32(f"{collective} {parameters}".encode())
@@ -175,6 +176,16 @@ def _exchange(
     work = Exchange(collective, works, buffers, what, group)
     _pending.add(work)
     return work
+
+
+def _tags_of(group: dist.ProcessGroup) -> itertools.count[int]:
+    """The numbers of a group's messages. One that was made again, under the name of one that was
+    destroyed, begins anew, as on every rank: one may have sent more than others before.
+    """
+    known = _tags.get(group.group_name)
+    if known is None or known[0] is not group:
+        known = _tags[group.group_name] = group, itertools.count()
+    return known[1]
 
 
 def gathered_shape(shard: Tensor, group_size: int) -> tuple[int, ...]:

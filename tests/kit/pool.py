@@ -272,7 +272,8 @@ def begin() -> None:
 
     groups._common.clear()
     number = next(_numbers) << 16
-    gloo._tags.update((group, itertools.count(number)) for group in list(gloo._tags))
+    for name, (process_group, _) in list(gloo._tags.items()):
+        gloo._tags[name] = process_group, itertools.count(number)
     for group in members.members.values():
         group.number = number
         group.runs.clear()

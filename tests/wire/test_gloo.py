@@ -5,6 +5,8 @@ group size.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,7 +15,11 @@ from kit.pool import Pool
 
 from compiled_fsdp.wire import gloo
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 wait = torch.ops._c10d_functional.wait_tensor
+TIMEOUT = timedelta(seconds=15)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -98,6 +104,28 @@ def any_order() -> None:
         assert halves[0].unique().tolist() == [10.0 * n]
         assert halves[1].unique().tolist() == [10.0 * n + 1]
     assert gloo._pending == before
+
+
+def test_a_group_that_was_made_again(tmp_path: Path) -> None:
+    """One rank may have sent more over the group of before, whose name torch gives the new one."""
+    pool = Pool(2)
+    try:
+        pool.run(made_again, str(tmp_path / "store"), timeout=60.0)
+    finally:
+        pool.close()
+
+
+def made_again(path: str) -> None:
+    rank, name = dist.get_rank(), dist.group.WORLD.group_name
+    if rank == 0:  # the other has raised before it came to this; of no bytes nothing is sent
+        gloo.start(torch.ones(0), [0], 2, name)
+    dist.destroy_process_group()
+    store = dist.FileStore(path, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    assert dist.group.WORLD.group_name == name
+    out, work = gloo.start(torch.full((4,), float(rank)), [4], 2, name)
+    work.wait()
+    assert out.tolist() == [0.0] * 4 + [1.0] * 4
 
 
 def test_the_graph_runs_our_gather(two: Pool) -> None:
