@@ -198,6 +198,8 @@ class Filling:
             return []
         wire = [self.costs.wire(start) for wait, start in self.waits if wait < nodes[-1]]
         seconds = [self.costs.compute(node) for node in nodes]
+        if not any(wire):  # over a group of one rank, without latency
+            return nodes
         room, taken = sum(seconds) * wire[0] / sum(wire), 0.0
         for number, each in enumerate(seconds):
             if taken + each / 2 > room:

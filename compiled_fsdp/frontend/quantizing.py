@@ -77,8 +77,8 @@ def check_names(units: Iterable[Unit]) -> None:
     names = [name for unit in units for param in unit.params for name in param.names]
     missing = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     if missing:
+        such = f", such as {names[0]!r}" if names else ""
         warn_once(
             f"compiled_fsdp: Plan(exact={patterns!r}): no parameter of the model matches "
-            f"{missing}. Names are those of named_parameters(), such as {names[0]!r}; "
-            "* stands for anything"
+            f"{missing}. Names are those of named_parameters(){such}; * stands for anything"
         )

@@ -36,7 +36,7 @@ def add_each(flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]
         if param.sharded.grad is None:
             param.sharded.grad = make_dtensor(view, param.sharded)
         else:
-            _local(param.sharded.grad).add_(view)
+            _local_grad(param).add_(view)
 
 
 def _buffer_of(flat: FlatBuffer, params: Sequence[ShardedParam]) -> Tensor | None:
@@ -45,7 +45,7 @@ def _buffer_of(flat: FlatBuffer, params: Sequence[ShardedParam]) -> Tensor | Non
     """
     if len(params) != len(flat.params):
         return None
-    grads = [_local(p.sharded.grad) for p in params]
+    grads = [_local_grad(p) for p in params]
     starts = {g.storage_offset() - p.layout.offset for g, p in zip(grads, params, strict=True)}
     storages = {(g.untyped_storage()._cdata, g.dtype) for g in grads}
     if len(starts) > 1 or len(storages) > 1:
@@ -56,6 +56,18 @@ def _buffer_of(flat: FlatBuffer, params: Sequence[ShardedParam]) -> Tensor | Non
     return grads[0].as_strided((flat.layout.numel,), (1,), start)
 
 
-def _local(tensor: Tensor | None) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor._local_tensor
+def _local_grad(param: ShardedParam) -> Tensor:
+    """This rank's part of a gradient that is there.
+
+    Raises:
+        RuntimeError: a user has put a plain tensor there.
+    """
+    grad = param.sharded.grad
+    if isinstance(grad, DTensor):
+        return grad._local_tensor
+    raise RuntimeError(
+        f"a gradient of {param.fqn} is reduced and to be added to its .grad, which is a "
+        f"{type(grad).__name__} that somebody has assigned, as p.grad = p.grad.full_tensor() does; "
+        "should be None, or a DTensor placed as the parameter. Keep the full tensor under another "
+        "name, or call zero_grad() before this backward"
+    )

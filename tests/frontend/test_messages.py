@@ -470,3 +470,29 @@ def test_a_converted_model_was_not_assigned_to() -> None:
         assert not any([p.was_data_assigned() for p in params])
     params[1].sharded.data = params[1].sharded * 2.0
     assert [p.was_data_assigned() for p in params].index(True) == 1
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_gradient_that_is_no_dtensor(is_compiled: bool) -> None:
+    """Assigned by a loop that looks at whole gradients, and then adds up more."""
+    torch._dynamo.reset()
+    model: Any = sharded(Net())
+    call = torch.compile(model, backend="compiled_fsdp_eager") if is_compiled else model
+    call(torch.ones(2, 4)).sum().backward()
+    weight = model.layers[0].weight
+    weight.grad = torch.zeros(weight.shape)
+    with pytest.raises(
+        RuntimeError,
+        match=r"^a gradient of layers\.0\.weight is reduced and to be added to its \.grad, which "
+        r"is a Tensor that somebody has assigned.*another name, or call zero_grad\(\)",
+    ):
+        call(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_exact_names_of_a_model_without_parameters() -> None:
+    with planned(gather_quantized=torch.int8, exact=("head.*",)), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=r"matches \['head\.\*'\]\. Names are those of"):
+            fully_shard(nn.Sequential(nn.ReLU()))(torch.ones(2, 4))

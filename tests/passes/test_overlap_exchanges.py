@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.ir.collectives import ALL_REDUCE, WAIT
 from compiled_fsdp.ir.schema import EXCHANGE
 from compiled_fsdp.passes import overlap_exchanges as module
+from compiled_fsdp.planning.costs import Costs, Link
 
 MM = aten.mm.default
 torch.library.custom_op(
@@ -78,6 +79,12 @@ class TestOverlapExchanges(GraphTest):
         self.assertEqual(letters(gm), "S0 W0 n S1 W1 m m m m")
         self.assertEqual(letters(overlap_exchanges(gm, PLAN)), "S0 m m W0 n S1 m m W1")
         self.assertUnchanged(overlap_exchanges, made(build), OFF)
+
+    def test_a_wire_that_takes_no_time(self):
+        links = (("ep", Link(0.0, float("inf"))),)
+        plan = replace(PLAN, costs=Costs(5e10, 1e10, 5e-6, links))
+        gm = made(lambda hand, x: block(hand, x, shared=4))
+        self.assertEqual(letters(overlap_exchanges(gm, plan)), "S0 m m m m W0 n S1 W1")
 
     def test_chunks_travel_while_others_compute(self):
         def chunks(hand: Hand, x: Node) -> Node:
