@@ -57,6 +57,16 @@ def test_each_hop_of_the_walk_is_there() -> None:
             body = getattr(found[-1], "body", [])
 
 
+def test_the_site_lists_each_document() -> None:
+    pages = next(
+        node.value
+        for node in ast.parse((ROOT / "docs/site/conf.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PAGES"
+    )
+    listed = {name for names in ast.literal_eval(pages).values() for name in names}
+    assert listed == {"site/api"} | {page.stem for page in ROOT.glob("docs/*.md")}
+
+
 def test_each_document_is_reached_from_the_first_page() -> None:
     """In at most two steps."""
     first = (ROOT / "README.md").read_text()

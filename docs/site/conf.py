@@ -39,7 +39,18 @@ suppress_warnings = ["myst.header", "toc.not_included", "misc.highlighting_failu
 
 FIELD = re.compile(r"[a-z_][a-z_0-9, ]*: ")
 PAGES = {
-    "Use": ["guide", "migrate_fsdp1", "planning", "supported", "limits", "torch_versions"],
+    "Use": [
+        "guide",
+        "migrate_fsdp1",
+        "planning",
+        "memory",
+        "compile_step",
+        "optimizers",
+        "precompile",
+        "supported",
+        "limits",
+        "torch_versions",
+    ],
     "Look inside": [
         "debugging",
         "report",

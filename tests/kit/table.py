@@ -5,7 +5,7 @@ marks in the tests.
 
 A row's status comes from the tests that carry it (`rows(..., status=...)`): both, eager, improved;
 "differs" where such a test is expected to fail. Rows without a test are "not on this hardware" (tag
-C), or stand with a reason in `*_absent.tsv`.
+C), or stand with a reason in `absent.tsv`.
 """
 
 from __future__ import annotations
