@@ -76,7 +76,7 @@ def precompile(
                 call = Call(model, units, _call(example), mode, target.backend)
                 found, functions = programs_of(call, files)
             programs += found
-            sources |= functions
+            sources = of_code.together(sources, functions)
         made_for = describe(model, units, target.backend)
     content = {
         "target": made_for,

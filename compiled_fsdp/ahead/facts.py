@@ -255,20 +255,30 @@ def _text(value: Any) -> str:
 
 
 def sources(codes: Iterable[CodeType]) -> dict[str, str]:
-    """A hash of every function that Dynamo has traced, torch and this library apart, by its file's
-    name and its own.
+    """The hashes of every function that Dynamo has traced, torch and this library apart, by its
+    file's name and its own, which several functions may have.
     """
     found: dict[str, str] = {}
     for code in codes:
         path = Path(code.co_filename)
         if not str(path).startswith((TORCH, PACKAGE, PASSES)) and path.is_file():
-            found[f"{path.name}: {_qualname(code)}"] = _hash_of(path, code.co_firstlineno)
+            name = f"{path.name}: {_qualname(code)}"
+            found = together(found, {name: _hash_of(path, code.co_firstlineno)})
     return dict(sorted(found.items()))
+
+
+def together(some: dict[str, str], others: dict[str, str]) -> dict[str, str]:
+    """The hashes of the functions of both."""
+    names = some | others
+    return {
+        name: " ".join(sorted({*some.get(name, "").split(), *others.get(name, "").split()}))
+        for name in names
+    }
 
 
 def sources_now(made_for: dict[str, str]) -> dict[str, str]:
     """The hashes of these functions in the files that this process has imported them from; of
-    several files of one name the one that agrees, if there is one.
+    several functions of one name those that agree, if all of them are there.
     """
     files: dict[str, dict[Path, None]] = {}
     for module in list(sys.modules.values()):
@@ -278,8 +288,9 @@ def sources_now(made_for: dict[str, str]) -> dict[str, str]:
     found = {}
     for name, wanted in made_for.items():
         file, _, function = name.partition(": ")
-        hashes = [h for path in files.get(file, {}) if (h := _hash_of_named(path, function))]
-        found[name] = wanted if wanted in hashes else next(iter(hashes), "(not imported)")
+        hashes = {h for path in files.get(file, {}) for h in _hashes_of_named(path, function)}
+        agrees = hashes.issuperset(wanted.split())
+        found[name] = wanted if agrees else " ".join(sorted(hashes)) or "(not imported)"
     return found
 
 
@@ -318,8 +329,12 @@ def _hash_of(path: Path, line: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def _hash_of_named(path: Path, function: str) -> str:
-    for name, _, digest in _functions(path.read_text()):
-        if function in (name, name.rpartition(".")[2]):
-            return digest
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if "<" in function else ""
+def _hashes_of_named(path: Path, function: str) -> list[str]:
+    found = [
+        digest
+        for name, _, digest in _functions(path.read_text())
+        if function in (name, name.rpartition(".")[2])
+    ]
+    if not found and "<" in function:
+        return [hashlib.sha256(path.read_bytes()).hexdigest()[:16]]
+    return found

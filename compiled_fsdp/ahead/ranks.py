@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from compiled_fsdp.torch_private.ranks import as_rank, places
 
+from . import facts as of_code
 from .capture import Call, capture, graphs, refuse
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def programs_of(call: Call, files: dict[str, bytes]) -> tuple[list[Program], dic
             name = f"{call.mode}.rank{first}" if found else call.mode
             with as_rank(first) if first != dist.get_rank() else nullcontext():
                 program, seen = capture(call, name, files)
-            sources |= seen.sources
+            sources = of_code.together(sources, seen.sources)
             found.append((replace(program, ranks=ranks), seen.graphs))
             of_first, of_last = seen.graphs, of_last or _as(call, last)
         else:

@@ -129,7 +129,12 @@ def _environment(backend: str) -> dict[str, Any]:
 def settings() -> dict[str, Any]:
     """Global settings of torch that a graph depends on."""
     return {
-        "autocast": str(torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")),
+        "autocast": ", ".join(
+            f"{torch.get_autocast_dtype(kind)} on {kind}"
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        )
+        or "off",
         "default dtype": str(torch.get_default_dtype()),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "float32 matmul precision": torch.get_float32_matmul_precision(),

@@ -424,7 +424,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "autocast": (
         lambda m: torch.autocast("cpu")(m)(torch.ones(BATCH, WIDTH)),
-        "autocast: False, here True",
+        "autocast: off, here torch.bfloat16 on cpu",
     ),
     "an attribute": (
         lambda m: (setattr(m.blocks[0], "scale", 2.0), m(torch.ones(BATCH, WIDTH))),
@@ -642,6 +642,67 @@ def test_what_cannot_be_compiled_ahead(fake_world: None, tmp_path: Path) -> None
         compiled_fsdp.precompile(nn.Linear(4, 4), torch.ones(2, 4), tmp_path / "a")
     with planned(prefetch="auto"), pytest.raises(ValueError, match="the plan decides from costs"):
         compiled_fsdp.precompile(fully_shard(nn.Linear(4, 4)), torch.ones(2, 4), tmp_path / "a")
+
+
+def test_autocast_in_another_dtype(fake_world: None, tmp_path: Path) -> None:
+    case = CASES["plain"]
+    meant = Target(group_backend="fake", backend="compiled_fsdp_eager", modes=("inference",))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        compiled_fsdp.precompile(case.model(), case.example(), tmp_path / "a", target=meant)
+        model = load_precompiled(tmp_path / "a", case.model()).eval()
+        model(torch.ones(BATCH, WIDTH))
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        words = "autocast: torch.bfloat16 on cpu, here torch.float16 on cpu"
+        with pytest.raises(PrecompiledError, match=words):
+            model(torch.ones(BATCH, WIDTH))
+
+
+SAME_NAMES = """
+class A:
+    def forward(self, x):
+        return x + 1
+
+    @property
+    def scale(self):
+        return 2
+
+    @scale.setter
+    def scale(self, value):
+        self.value = value
+
+if A is None:
+    def shift(x):
+        return x
+else:
+    def shift(x):
+        return x * 2
+"""
+
+
+def test_functions_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one file, and in two files of one name: each counts, and none is taken for another."""
+    modules: list[Any] = []
+    for name in ("one", "other"):
+        path = tmp_path / name / "same_names.py"
+        path.parent.mkdir()
+        path.write_text(SAME_NAMES if name == "one" else SAME_NAMES.replace("x + 1", "x + 3"))
+        spec: Any = importlib.util.spec_from_file_location(f"same_names_{name}", path)
+        modules.append(importlib.util.module_from_spec(spec))
+        monkeypatch.setitem(sys.modules, spec.name, modules[-1])
+        spec.loader.exec_module(modules[-1])
+    one, other = modules
+    codes = [one.shift.__code__, one.A.scale.fset.__code__]
+    codes += [one.A.forward.__code__, other.A.forward.__code__]
+    found = facts.sources(codes)
+    assert facts.sources_now(found) == found
+    path = Path(one.__file__)
+    path.write_text(SAME_NAMES.replace("x + 1", "x + 2"))
+    now = facts.sources_now(found)
+    changed = [name for name in found if now[name] != found[name]]
+    assert len(changed) == 1
+    assert changed[0].endswith("forward")  # before Python 3.11 without its class
+    names = facts.together({"a": "1"}, {"a": "2", "b": "3"})
+    assert names == {"a": "1 2", "b": "3"}
 
 
 def test_what_torch_asks_of_its_settings_is_left_out() -> None:
