@@ -284,7 +284,7 @@ def pipeline(
     """Add passes of one's own to the pipeline, or leave some out, for graphs compiled inside.
 
     A pass is a function `(gm, plan)` that reads or rewrites `gm.graph`. It sees the graph that the
-    pass before its place has left: the joint graph up to `note_heads`, a forward or backward from
+    pass before its place has left: the joint graph up to `name_groups`, a forward or backward from
     `lower` on. `verify` checks what it made of it. Inside another `pipeline`, this one changes that
     one's. Backward is compiled where it first runs; what is compiled already stays as it is.
 

@@ -108,8 +108,7 @@ def _key(graph: Graph, plan: Plan) -> int:
         if n.op == "call_function"
     )
     specs = tuple(param_spec(n) for n in find(graph, *TO_LOWER))
-    undecided = replace(plan, kept=(), dropped=(), recomputed=())
-    return hash((undecided, current(Stage.HALF), nodes, specs))
+    return hash((plan.undecided, current(Stage.HALF), nodes, specs))
 
 
 def _largest(graph: Graph) -> int:

@@ -117,7 +117,7 @@ def settle_writes(gm: GraphModule) -> None:
         return
     for graph in graphs:
         _share_reads(graph, graphs, written)
-    _write_to_flats(gm.graph, graphs, written)
+    _write_to_flats(gm.graph, written)
     _write_without_autograd(gm.graph)
     check_not_hidden(graphs, written)
     say_they_are_lost(_written_residents(gm.graph, written))
@@ -218,7 +218,7 @@ def _grad_modes(graph: Graph) -> dict[Node, bool]:
     return found
 
 
-def _write_to_flats(graph: Graph, graphs: list[Graph], written: set[int]) -> None:
+def _write_to_flats(graph: Graph, written: set[int]) -> None:
     """Let a sharded parameter that is written to be a view of its flat buffer, if the graph gathers
     from that.
     """

@@ -100,10 +100,11 @@ class ParamSpec:
         "slice" (keep a 1/post_size slice and gather that over `post_group`); AGAIN: this is the
         second gather, in the graph of a whole step, which has both.
     reduce_*, pre_divide, post_divide, replicate_*, sync, is_accumulating, hook, retained_dtype: see
-    `Reduction`. overlap: "step": the optimizer's step may overlap with the last reductions and the
-    first gathers; IN_BACKWARD: backward itself
-        steps what it has reduced; NEXT: the graph of a whole step gathers it for the next one, once
-        it is updated; "": none of that. See `overlap.py`.
+        `Reduction`.
+    overlap: "step": the optimizer's step may overlap with the last reductions and the first
+        gathers; IN_BACKWARD: backward itself steps what it has reduced; NEXT: the graph of a whole
+        step gathers it for the next one, once it is updated; "": none of that. See
+        `frontend/overlap.py`.
     unit, fqn: names for people; `unit` also says which collectives may share a bucket.
     reduces_in_flight: reductions that may be under way at once; 0 leaves it to the plan.
     forward_after, backward_after: units whose explicit prefetch lists name this one, "" for the

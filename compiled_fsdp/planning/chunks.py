@@ -148,7 +148,7 @@ def _halves(graph: Graph, nodes: Sequence[Node], behind: set[Node], costs: Costs
     whole = _whole(graph, nodes)
     ways = ([n for n in nodes if n not in behind], [n for n in nodes if n in behind])
     return [
-        Half(way, whole, costs, _beside(graph, way, nodes, behind, costs))
+        Half(way, whole, costs, _beside(way, nodes, behind, costs))
         for way in ways
         if any(node.target is EXCHANGE for node in way)
     ]
@@ -264,9 +264,7 @@ def _shape(node: Node) -> tuple[int, ...]:
     return tuple(sorted(sizes)) if all(isinstance(size, int) for size in sizes) else ()
 
 
-def _beside(
-    graph: Graph, way: Sequence[Node], nodes: Sequence[Node], behind: set[Node], costs: Costs
-) -> float:
+def _beside(way: Sequence[Node], nodes: Sequence[Node], behind: set[Node], costs: Costs) -> float:
     """Seconds of what is computed between a block's first exchange and that of the next block, the
     same way, and neither leads to the block nor needs it.
     """

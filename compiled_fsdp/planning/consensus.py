@@ -77,7 +77,7 @@ def agreed(graph: Graph, plan: Plan, what: str, mine: list[int], combine: Combin
     groups = dict.fromkeys(name for s in specs for name in (s.group, s.replicate_group) if name)
     key = (
         what,
-        str(replace(plan, kept=(), dropped=(), recomputed=(), offloaded=(), states_on_host=())),
+        str(plan.undecided),
         *groups,
         *map(_structure, specs),
     )

@@ -193,6 +193,11 @@ class Plan:
         return f"Plan({', '.join(f'{f.name}={self.shown(f.name)!r}' for f in fields(self))})"
 
     @property
+    def undecided(self) -> Plan:
+        """Without what was chosen for one graph: the plan as the user has set it."""
+        return replace(self, kept=(), dropped=(), recomputed=(), offloaded=(), states_on_host=())
+
+    @property
     def is_from_costs(self) -> bool:
         """Whether anything is left to be decided from costs."""
         return any(getattr(self, name) is None for name in FROM_COSTS)
