@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,10 +118,30 @@ def warn_unread(units: Sequence[Unit]) -> None:
         if count and not unit.was_read and unit.key not in TRACED:
             warn_once(
                 f"compiled_fsdp: unit {unit.name!r} was not gathered in the first step: nothing "
-                f"called its forward or read its {count} parameters, so they are not trained. If "
-                "another method than forward uses them, call register_fsdp_forward_method(module, "
-                "name) for it"
+                f"called its forward or read its {count} parameters, so that step has not trained "
+                "them. If another method than forward uses them, call "
+                "register_fsdp_forward_method(module, name) for it. Where other steps call it "
+                "(layer drop, a choice of experts), they train it"
             )
+
+
+def watch_originals(units: Sequence[Unit]) -> None:
+    """Before the first forward: say so when a parameter as it was before it was cut gets a
+    gradient. What has kept it, a list or a closure, would compute with it for ever.
+    """
+    for original, (unit, param) in list(sharded_as.items()):
+        if unit in units and original.is_leaf and original.requires_grad:
+            original.register_post_accumulate_grad_hook(partial(_say_stale, param.fqn))
+
+
+def _say_stale(fqn: str, _original: Tensor) -> None:
+    warn_once(
+        f"compiled_fsdp: {fqn} has got a gradient as it was before fully_shard: something has kept "
+        "that tensor (a list or a closure that forward reads, a module outside of the sharded "
+        "one) and computes with it. The model has had another in its place since, so that no step "
+        "of its optimizer changes what is computed, as with torch's FSDP2. Read it from its "
+        "module in forward (self.weight)"
+    )
 
 
 def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> None:

@@ -51,6 +51,7 @@ from .first_call import (
     explain_mixed,
     explain_registered,
     warn_unread,
+    watch_originals,
 )
 from .forward_hooks import PostForward, PreForward
 from .quantizing import check_names, check_supported, follow
@@ -133,6 +134,7 @@ class State:
         check_devices(units)
         check_same_model(units)
         check_names(units)
+        watch_originals(units)
         self.together = meet(units)
         if self.buffers_from_meta:
             check_buffers(self.unit.modules[0], self.unit, self.buffers_from_meta)

@@ -625,8 +625,40 @@ def nobody_reads(api: Api) -> None:
             backward(call, batch(step))
     assert [str(w.message) for w in caught if "not gathered" in str(w.message)] == [
         "compiled_fsdp: unit 'idle' was not gathered in the first step: nothing called its forward "
-        "or read its 2 parameters, so they are not trained. If another method than forward uses "
-        "them, call register_fsdp_forward_method(module, name) for it"
+        "or read its 2 parameters, so that step has not trained them. If another method than "
+        "forward uses them, call register_fsdp_forward_method(module, name) for it. Where other "
+        "steps call it (layer drop, a choice of experts), they train it"
+    ]
+
+
+class KeepsInList(Net):
+    """Reads a parameter from a list that was made before it was cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.layers[0].first.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.kept[0].sum()
+
+
+def test_a_parameter_kept_from_before_it_was_cut(two: Pool) -> None:
+    two.run(each, kept_from_before)
+
+
+def kept_from_before(api: Api) -> None:
+    model = KeepsInList()
+    model(batch()).sum().backward()  # its gradient is none of the sharded model's
+    model, _ = pair(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backward(api.compile(model), batch())
+    assert [str(w.message) for w in caught if "kept" in str(w.message)] == [
+        "compiled_fsdp: layers.0.first.weight has got a gradient as it was before fully_shard: "
+        "something has kept that tensor (a list or a closure that forward reads, a module outside "
+        "of the sharded one) and computes with it. The model has had another in its place since, "
+        "so that no step of its optimizer changes what is computed, as with torch's FSDP2. Read it "
+        "from its module in forward (self.weight)"
     ]
 
 
