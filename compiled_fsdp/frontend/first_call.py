@@ -6,6 +6,7 @@ The mistakes that these catch otherwise show as a hang, as NaNs, or as a loss th
 
 from __future__ import annotations
 
+import gc
 import re
 import weakref
 from functools import partial
@@ -142,6 +143,30 @@ def _say_stale(fqn: str, _original: Tensor) -> None:
         "of its optimizer changes what is computed, as with torch's FSDP2. Read it from its "
         "module in forward (self.weight)"
     )
+
+
+def warn_held(units: Sequence[Unit]) -> None:
+    """After a step: who holds parameters as they were before they were cut believes to have the
+    model's, and the memory of these is not freed.
+    """
+    if _held(units):
+        gc.collect()  # of what only cycles hold
+    if held := _held(units):
+        warn_once(
+            f"compiled_fsdp: {shortened(held)} are there as they were before fully_shard, too, "
+            "whole: something has kept these tensors (a list of parameters(), a dict, a "
+            "closure). What is done with them, clip_grad_norm_ or p.grad = None or an average, "
+            "does not come to the model, as with torch's FSDP2, and their memory is not freed. "
+            "Make such lists after fully_shard, or drop them"
+        )
+
+
+def _held(units: Sequence[Unit]) -> list[str]:
+    return [
+        param.fqn
+        for original, (unit, param) in list(sharded_as.items())
+        if unit in units and original.grad is None and not original.is_meta
+    ]
 
 
 def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> None:

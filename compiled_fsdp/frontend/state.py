@@ -50,6 +50,7 @@ from .first_call import (
     explain_dtypes,
     explain_mixed,
     explain_registered,
+    warn_held,
     warn_unread,
     watch_originals,
 )
@@ -215,6 +216,7 @@ class State:
             self.is_use_checked = any(unit.has_gradients for unit in units)
             if self.is_use_checked:
                 warn_unread(units)
+                warn_held(units)
         if self.unit.is_outermost and is_traced and self.together is not None:
             self.together.is_inlined = True
         elif self.unit.is_outermost:
