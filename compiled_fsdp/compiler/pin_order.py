@@ -6,6 +6,11 @@ fusion, in graphs of ours only, every kernel that is not generated (collectives,
 attention) is made to follow the one before it in the graph, and every copy into or out of a bucket
 to follow the last of them. The dependencies are fake: they order, and keep no buffer alive.
 
+In the graph of a whole step it would also fuse the last layers' forward with what their backward
+computes from the same values: read once, but of the largest activations two more at the peak. So
+kernels of backward follow the last product of the forward before them; in a graph of backward, the
+last that is computed again.
+
 Inductor also knows no sends and receives of ours: it writes the next value into a buffer that
 nothing reads any more, be it still on its way to other ranks. So the wait of a collective counts as
 a reader of what the collective reads: until then the buffer is neither reused nor freed. What no
@@ -39,7 +44,10 @@ from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.schema import TRAITS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch._inductor.scheduler import BaseSchedulerNode
+    from torch.fx import Node
 
 # What reads its inputs for longer than it runs.
 ASYNCHRONOUS = tuple(
@@ -61,6 +69,7 @@ def pin_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
             _follow(node, anchor)
         if is_anchor:
             anchor = node
+    _keep_backward_behind(nodes)
     nodes[0].scheduler.compute_ancestors()
     return nodes
 
@@ -109,9 +118,34 @@ def _only_orders(dep: Any) -> bool:
     return isinstance(dep, WeakDep) and dep.is_fake
 
 
+def _keep_backward_behind(nodes: list[BaseSchedulerNode]) -> None:
+    """Let no generated kernel of backward run before the last product of forward, or of what is
+    computed again, that comes before it in the graph.
+    """
+    product: BaseSchedulerNode | None = None
+    in_backward = False
+    for node in sorted(nodes, key=_number):
+        of_backward = any(map(meta.was_traced_in_backward, _origins(node)))
+        in_backward = in_backward or of_backward
+        if not isinstance(node, ExternKernelSchedulerNode) and not node.is_template():
+            if in_backward and product is not None:
+                _follow(node, product)
+        elif not of_backward and _is_computed(node):
+            product = node
+
+
+def _is_computed(node: BaseSchedulerNode) -> bool:
+    """Whether it is not communication, or one of our copies around it."""
+    target = getattr(node.node, "op_overload", None)
+    return target is None or target.namespace == "aten"
+
+
 def _is_ours(node: BaseSchedulerNode) -> bool:
-    origins = node.node.get_origins() if node.node is not None else ()
-    return any(meta.get_tag(origin) is not None for origin in origins)
+    return any(meta.get_tag(origin) is not None for origin in _origins(node))
+
+
+def _origins(node: BaseSchedulerNode) -> Iterable[Node]:
+    return node.node.get_origins() if node.node is not None else ()
 
 
 def _number(node: BaseSchedulerNode) -> int:
@@ -121,6 +155,8 @@ def _number(node: BaseSchedulerNode) -> int:
 
 
 def _follow(node: BaseSchedulerNode, earlier: BaseSchedulerNode) -> None:
+    if node.ancestors & earlier.get_operation_names():
+        return  # a second dependency on what it reads would keep it from writing over that
     # Nothing mutates; naming the earlier buffer makes the scheduler find no write to compare, and
     # leave the edge alone.
     for buffer in earlier.get_buffer_names():

@@ -31,8 +31,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
+from torch.nn import functional as F
 
-from compiled_fsdp import Plan, fully_shard, pipeline, planned
+from compiled_fsdp import Plan, compile_step, fully_shard, pipeline, planned
 from compiled_fsdp.compiler import inductor, pin_order
 from compiled_fsdp.ir.collectives import GATHERS, STARTS, WAIT
 from compiled_fsdp.ir.graph import find, is_matmul, starts
@@ -257,6 +258,43 @@ def num_hidden(graph: Any) -> int:
     pairs = [(start, next(iter(start.users))) for start in starts(graph)]
     matmuls = [n for n in graph.nodes if is_matmul(n)]
     return sum(any(start < m < wait for m in matmuls) for start, wait in pairs)
+
+
+class Gated(nn.Module):
+    """A feed-forward network of three matrices, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(8, 96, bias=False), nn.Linear(8, 96, bias=False)
+        self.down, self.head = nn.Linear(96, 8, bias=False), nn.Linear(8, 40, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.down(F.silu(self.gate(x)) * self.up(x)))
+        return logits
+
+
+def test_backward_begins_behind_the_head(two: Pool) -> None:
+    """Of a whole step: what backward computes from gate and up alone is not made in forward, where
+    a kernel has read both; and the gradient of the logits is written over the logits.
+    """
+    two.run(backward_behind_forward, timeout=SLOW)
+
+
+def backward_behind_forward() -> None:
+    def loss_fn(model: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), labels)
+
+    model = Gated()
+    fully_shard(model.head)
+    step = compile_step(fully_shard(model), torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+    batch = torch.rand(7, 8), torch.arange(7)
+    with uncached():
+        _, (code, *_) = run_and_get_code(step, *batch)
+    products = [m.start() for m in re.finditer(r"extern_kernels\.mm\(", code)]
+    assert len(products) == 4 + 6, "backward has two for each, but none for the input"
+    made = [code[: products[3]].count(f"((7, {n}), ({n}, 1)") for n in (96, 40)]
+    assert made == [3, 1], "gate, up, their product; logits"
+    assert code.count("((7, 40), (40, 1)") == 1, "the gradient of the logits is written over them"
 
 
 @pytest.mark.skipif(not hasattr(comms, "simple_overlap"), reason="torch has it since 2.15")
