@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from compiled_fsdp.units.unit import Unit
 
 
+FEW = 4  # parameters that variables of loops hold, which nobody reads any more
+
 # What torch says of an operation with a sharded tensor that it cannot do; tried on 2.11 to 2.15.
 CAST = "are gathered in mp_policy.param_dtype"
 OF_DTENSOR = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
@@ -149,15 +151,15 @@ def warn_held(units: Sequence[Unit]) -> None:
     """After a step: who holds parameters as they were before they were cut believes to have the
     model's, and the memory of these is not freed.
     """
-    if _held(units):
+    if len(_held(units)) > FEW:
         gc.collect()  # of what only cycles hold
-    if held := _held(units):
+    if len(held := _held(units)) > FEW:
         warn_once(
-            f"compiled_fsdp: {shortened(held)} are there as they were before fully_shard, too, "
-            "whole: something has kept these tensors (a list of parameters(), a dict, a "
-            "closure). What is done with them, clip_grad_norm_ or p.grad = None or an average, "
-            "does not come to the model, as with torch's FSDP2, and their memory is not freed. "
-            "Make such lists after fully_shard, or drop them"
+            "compiled_fsdp: something (a list of parameters(), a dict, a closure) has kept "
+            f"parameters as they were before fully_shard, whole: {shortened(held)}. What is done "
+            "with them, clip_grad_norm_ or p.grad = None or an average, does not come to the "
+            "model, as with torch's FSDP2, and their memory is not freed. Make such lists after "
+            "fully_shard, or drop them"
         )
 
 

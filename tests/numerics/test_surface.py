@@ -667,11 +667,13 @@ def test_a_list_of_parameters_from_before_they_were_cut(two: Pool) -> None:
 
 
 def listed_before() -> None:
-    """Told after a step, once nothing but the list holds them."""
-    model = Net()
-    kept, texts = list(model.parameters()), []
-    model, _ = pair(model)
+    """A list is told after a step, and nothing is said of the variable of a loop."""
+    model, texts = Net(), []
+    kept = list(model.parameters())
     for _ in range(2):
+        for _held in model.parameters():
+            pass
+        model, _ = pair(model)
         errors._said.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -679,12 +681,12 @@ def listed_before() -> None:
                 backward(model, batch(step))
         texts.append([str(w.message) for w in caught if "as they were" in str(w.message)])
         kept.clear()
-        model, _ = pair(Net())
+        model = Net()
     assert texts == [
         [
-            "compiled_fsdp: layers.0.first.weight, layers.0.first.bias, layers.0.second.weight and "
-            "9 more are there as they were before fully_shard, too, whole: something has kept "
-            "these tensors (a list of parameters(), a dict, a closure). What is done with them, "
+            "compiled_fsdp: something (a list of parameters(), a dict, a closure) has kept "
+            "parameters as they were before fully_shard, whole: layers.0.first.weight, "
+            "layers.0.first.bias, layers.0.second.weight and 9 more. What is done with them, "
             "clip_grad_norm_ or p.grad = None or an average, does not come to the model, as with "
             "torch's FSDP2, and their memory is not freed. Make such lists after fully_shard, or "
             "drop them"
