@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from compiled_fsdp.ir.descriptors import differentiated
 from compiled_fsdp.ir.graph import placeholders
 from compiled_fsdp.ir.meta import set_heads
 from compiled_fsdp.ir.schema import REDUCE_GRAD, param_spec
@@ -36,24 +37,25 @@ if TYPE_CHECKING:
 def note_heads(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     tangents = [node for node in placeholders(gm.graph) if node.name.startswith("tangents")]
-    for flat, of_flat in _heads(gm.graph, tangents).items() if len(tangents) > 1 else ():
+    outputs = list(dict.fromkeys(map(differentiated, tangents)))
+    made_of = {node: frozenset([outputs.index(differentiated(node))]) for node in tangents}
+    for flat, of_flat in _heads(gm.graph, made_of).items() if len(outputs) > 1 else ():
         some = {
-            offset: sorted(outputs)
-            for offset, outputs in of_flat.items()
-            if 0 < len(outputs) < len(tangents)
+            offset: sorted(heads)
+            for offset, heads in of_flat.items()
+            if 0 < len(heads) < len(outputs)
         }
         if some:
-            set_heads(flat, (len(tangents), some))
+            set_heads(flat, (len(outputs), some))
     return gm
 
 
-def _heads(joint: Graph, tangents: list[Node]) -> dict[Node, dict[int, frozenset[int]]]:
+def _heads(
+    joint: Graph, made_of: dict[Node, frozenset[int]]
+) -> dict[Node, dict[int, frozenset[int]]]:
     """By flat buffer and offset: the outputs whose gradients a parameter's gradient is made of, by
-    number.
+    number; told by which a gradient that comes in is.
     """
-    made_of: dict[Node, frozenset[int]] = {
-        tangent: frozenset([i]) for i, tangent in enumerate(tangents)
-    }
     heads: dict[Node, dict[int, frozenset[int]]] = {}
     for node in joint.nodes:
         if node.op == "placeholder":

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.torch_private.dtensors import in_own_storage, starting_at_zero
+from compiled_fsdp.torch_private.dtensors import movable
 from compiled_fsdp.torch_private.dynamo import READS_DICTS, never_traced_alone, untraced
 from compiled_fsdp.units.reads import traced, unshard_as
 from compiled_fsdp.units.registered import Registered, Watched
@@ -273,19 +273,10 @@ def _as_original(self: Any, _protocol: object) -> tuple[Any, ...]:
             if not name.startswith(("_fsdp_", "_is_fsdp_"))
         }
         state["_parameters"] = {
-            name: _movable(value) for name, value in dict.items(self._parameters)
+            name: movable(value) if isinstance(value, DTensor) else value
+            for name, value in dict.items(self._parameters)
         }
     return copyreg._reconstructor, (original_class(self), object, None), state  # type: ignore[attr-defined]
-
-
-def _movable(param: Any) -> Any:
-    """A parameter that `copy.deepcopy` and `torch.save` take."""
-    if not isinstance(param, DTensor):
-        return param
-    moved = starting_at_zero(param) if param.device.type == "meta" else in_own_storage(param)
-    made: Any = moved.requires_grad_(param.requires_grad)
-    made._is_param = True  # `nn.Parameter(made)` would say the offset again
-    return made
 
 
 def _no_deepcopy(*_: object) -> NoReturn:

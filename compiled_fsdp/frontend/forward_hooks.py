@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from compiled_fsdp.options import of_unit
-from compiled_fsdp.torch_private.dtensors import look_for_strided_once
+from compiled_fsdp.torch_private.dtensors import look_for_strided_once, move_all_once
 from compiled_fsdp.torch_private.dynamo import (
     never_trace_hooks_alone,
     never_traced_alone,
@@ -93,5 +93,6 @@ class PostForward:
 never_trace_hooks_alone()
 take_ints_for_constants()
 look_for_strided_once()
+move_all_once()
 never_traced_alone(PreForward.__call__)
 never_traced_alone(PostForward.__call__)

@@ -50,7 +50,9 @@ from .first_call import (
     explain_dtypes,
     explain_mixed,
     explain_registered,
+    warn_held,
     warn_unread,
+    watch_originals,
 )
 from .forward_hooks import PostForward, PreForward
 from .quantizing import check_names, check_supported, follow
@@ -133,6 +135,7 @@ class State:
         check_devices(units)
         check_same_model(units)
         check_names(units)
+        watch_originals(units)
         self.together = meet(units)
         if self.buffers_from_meta:
             check_buffers(self.unit.modules[0], self.unit, self.buffers_from_meta)
@@ -213,6 +216,7 @@ class State:
             self.is_use_checked = any(unit.has_gradients for unit in units)
             if self.is_use_checked:
                 warn_unread(units)
+                warn_held(units)
         if self.unit.is_outermost and is_traced and self.together is not None:
             self.together.is_inlined = True
         elif self.unit.is_outermost:

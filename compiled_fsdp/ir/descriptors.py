@@ -65,6 +65,17 @@ def places_of(tangents: Sequence[Node], output: Node, num_outputs: int) -> list[
     return [kinds.index(kind) for kind in wanted]
 
 
+def differentiated(tangent: Node) -> object:
+    """Of which output of the captured function an input of a graph is the gradient, or a part of
+    it, where that is a tensor whose class wraps others; itself, if torch does not say (hand-written
+    graphs).
+    """
+    kind = get_descriptor(tangent)
+    while hasattr(kind, "base"):
+        kind = kind.base
+    return tangent if kind is None else kind
+
+
 def made_at(tangent: Node, output: Node) -> str:
     """The module and the line that made the value whose gradient this input is, in words to go
     behind its shape; "" if torch has not noted it.

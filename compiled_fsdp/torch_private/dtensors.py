@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -17,7 +19,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
     from torch.distributed.tensor import Placement
 
 
@@ -106,6 +107,53 @@ def in_own_storage(tensor: DTensor) -> DTensor:
     made.data = placed  # all but version and local tensor
     made._local_tensor = placed._local_tensor
     return made  # type: ignore[no-any-return]
+
+
+def movable(tensor: DTensor) -> DTensor:
+    """Another DTensor in the same memory that `copy.deepcopy` and `torch.save` take; a parameter,
+    if it is one.
+    """
+    moved: Any = (starting_at_zero if tensor.device.type == "meta" else in_own_storage)(tensor)
+    moved.requires_grad_(tensor.requires_grad)
+    moved.__dict__.update(_of_users(tensor))  # `nn.Parameter(moved)` would say the offset again
+    return moved  # type: ignore[no-any-return]
+
+
+def move_all_once() -> None:
+    """Let `copy.deepcopy` and `torch.save` take DTensors that do not start their storage, too,
+    once for all.
+
+    Those are parameters behind the first of their flat buffer, and with torch's `fully_shard`
+    gradients; torch raises "invalid python storage" (see `starting_at_zero`). Tried on 2.11, 2.13,
+    2.14 and 2.15.
+    """
+    if "__deepcopy__" in vars(DTensor):
+        return
+
+    changed: Any = DTensor
+    by_torch: Any = Tensor
+
+    def is_moved(tensor: DTensor) -> bool:
+        return type(tensor) is DTensor and tensor.is_leaf and bool(tensor.storage_offset())
+
+    def copied(self: DTensor, memo: dict[int, Any]) -> Any:
+        if not is_moved(self) or id(self) in memo:
+            return by_torch.__deepcopy__(self, memo)
+        made: Any = self.detach().clone().requires_grad_(self.requires_grad)
+        made.__dict__.update(copy.deepcopy(_of_users(self), memo))
+        memo[id(self)] = made
+        made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def reduced(self: DTensor, protocol: Any) -> Any:
+        return by_torch.__reduce_ex__(movable(self) if is_moved(self) else self, protocol)
+
+    changed.__deepcopy__, changed.__reduce_ex__ = copied, reduced
+
+
+def _of_users(tensor: DTensor) -> dict[str, Any]:
+    """Its attributes but for ours: a copy is no parameter of a unit."""
+    return {name: v for name, v in tensor.__dict__.items() if not name.startswith("_fsdp_")}
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

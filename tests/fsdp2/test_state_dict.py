@@ -120,6 +120,35 @@ def test_modules_inside_a_unit_are_copied(two: Pool, apply: Any) -> None:
     two.run(modules_copied, apply)
 
 
+def params_copied_and_saved() -> None:
+    """Parameters themselves, their gradients, and an optimizer, which holds both."""
+    model, call, optimizer = fresh("eager")
+    train(call, optimizer, batches(0, 1))
+    call(*batches(1, 2)[0]).backward()
+    params: list[Any] = list(model.parameters())
+    params[-1].note = ["kept"]
+    file = io.BytesIO()
+    torch.save([params, [p.grad for p in params], params[-1]], file)
+    assert len(file.getvalue()) < 3 * sum(p.to_local().nbytes for p in params) + 4096 * len(params)
+    file.seek(0)
+    saved, grads, last = torch.load(file, weights_only=False)
+    assert last is saved[-1]
+    together, again = copy.deepcopy([params, params[-1]])
+    assert again is together[-1]
+    assert again.note == ["kept"]
+    assert again.note is not params[-1].note
+    stepped = copy.deepcopy(optimizer).param_groups[0]["params"]
+    for p, s, g, t, o in zip(params, saved, grads, together, stepped, strict=True):
+        assert all(isinstance(x, nn.Parameter) and x.requires_grad for x in (s, t, o))
+        for found, wanted in ((s, p), (t, p), (o, p), (g, p.grad), (t.grad, p.grad)):
+            assert found.to_local().data_ptr() != wanted.to_local().data_ptr()
+            assert torch.equal(found.to_local(), wanted.to_local())
+
+
+def test_parameters_are_copied_and_saved(two: Pool) -> None:
+    two.run(params_copied_and_saved)
+
+
 def test_state_dict_is_copied_and_saved(two: Pool) -> None:
     two.run(copied_and_saved)
 

@@ -4,6 +4,7 @@ optimizer moves them.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -155,6 +156,35 @@ def unlowered() -> None:
         match="Parameters that only they lead to get zeros for gradients instead of None",
     ):
         training.backward(0, "first")
+
+
+class NestedHeads(Heads):
+    """Returns a tensor whose class wraps values and offsets, and a plain one."""
+
+    def forward(self, x: Tensor) -> Any:
+        a, _, c = super().forward(x)
+        return torch.nested.nested_tensor_from_jagged(a, torch.tensor([0, 1, 4])), c
+
+
+def test_an_output_that_is_nested(two: Pool) -> None:
+    two.run(nested)
+
+
+def nested() -> None:
+    model, reference = NestedHeads(), NestedHeads()
+    reference.load_state_dict(model.state_dict())
+    fully_shard(model, mesh=mesh_of("1d"))
+    call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+    x = torch.ones(4, 6)
+    for place in range(2):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="compiled_fsdp")
+            call(x)[place].sum().backward()
+        reference(x)[place].sum().backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+        model.zero_grad()
+        reference.zero_grad()
 
 
 def test_ranks_use_different_heads(two: Pool) -> None:

@@ -625,8 +625,73 @@ def nobody_reads(api: Api) -> None:
             backward(call, batch(step))
     assert [str(w.message) for w in caught if "not gathered" in str(w.message)] == [
         "compiled_fsdp: unit 'idle' was not gathered in the first step: nothing called its forward "
-        "or read its 2 parameters, so they are not trained. If another method than forward uses "
-        "them, call register_fsdp_forward_method(module, name) for it"
+        "or read its 2 parameters, so that step has not trained them. If another method than "
+        "forward uses them, call register_fsdp_forward_method(module, name) for it. Where other "
+        "steps call it (layer drop, a choice of experts), they train it"
+    ]
+
+
+class KeepsInList(Net):
+    """Reads a parameter from a list that was made before it was cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.layers[0].first.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.kept[0].sum()
+
+
+def test_a_parameter_kept_from_before_it_was_cut(two: Pool) -> None:
+    two.run(each, kept_from_before)
+
+
+def kept_from_before(api: Api) -> None:
+    model = KeepsInList()
+    model(batch()).sum().backward()  # its gradient is none of the sharded model's
+    model, _ = pair(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backward(api.compile(model), batch())
+    assert [str(w.message) for w in caught if "kept" in str(w.message)] == [
+        "compiled_fsdp: layers.0.first.weight has got a gradient as it was before fully_shard: "
+        "something has kept that tensor (a list or a closure that forward reads, a module outside "
+        "of the sharded one) and computes with it. The model has had another in its place since, "
+        "so that no step of its optimizer changes what is computed, as with torch's FSDP2. Read it "
+        "from its module in forward (self.weight)"
+    ]
+
+
+def test_a_list_of_parameters_from_before_they_were_cut(two: Pool) -> None:
+    two.run(listed_before)
+
+
+def listed_before() -> None:
+    """A list is told after a step, and nothing is said of the variable of a loop."""
+    model, texts = Net(), []
+    kept = list(model.parameters())
+    for _ in range(2):
+        for _held in model.parameters():
+            pass
+        model, _ = pair(model)
+        errors._said.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(2):
+                backward(model, batch(step))
+        texts.append([str(w.message) for w in caught if "as they were" in str(w.message)])
+        kept.clear()
+        model = Net()
+    assert texts == [
+        [
+            "compiled_fsdp: something (a list of parameters(), a dict, a closure) has kept "
+            "parameters as they were before fully_shard, whole: layers.0.first.weight, "
+            "layers.0.first.bias, layers.0.second.weight and 9 more. What is done with them, "
+            "clip_grad_norm_ or p.grad = None or an average, does not come to the model, as with "
+            "torch's FSDP2, and their memory is not freed. Make such lists after fully_shard, or "
+            "drop them"
+        ],
+        [],
     ]
 
 

@@ -4,10 +4,15 @@ where not all do; nothing changes.
 
 from compiled_fsdp.passes.note_heads import note_heads
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit
+from torch._functorch._aot_autograd.descriptors import (
+    PlainAOTOutput,
+    SubclassGetAttrAOTInput,
+    TangentAOTInput,
+)
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.ir.graph import placeholders
-from compiled_fsdp.ir.meta import Heads, get_heads
+from compiled_fsdp.ir.meta import Heads, get_heads, set_descriptor
 from compiled_fsdp.passes import note_heads as module
 
 (W,) = unit("u", {"w": (4,)})
@@ -50,5 +55,17 @@ class TestNoteHeads(GraphTest):
         hand = Hand()
         flat, tangent = hand.input("flat0", 2), hand.input("tangents_1", 4)
         gm = hand.returns(hand.reduce_grad(tangent, flat, W))
+        self.assertUnchanged(note_heads, gm)
+        self.assertEqual(noted(gm), {})
+
+    def test_near_miss_parts_of_one_output(self):
+        """Values and offsets of a nested tensor."""
+        hand = Hand()
+        flat, values = hand.input("flat0", 2), hand.input("tangents_1", 4)
+        offsets = hand.input("tangents_2", 3)
+        output = TangentAOTInput(PlainAOTOutput(0))
+        for node, attr in ((values, "_values"), (offsets, "_offsets")):
+            set_descriptor(node, SubclassGetAttrAOTInput(output, attr))
+        gm = hand.returns(hand.reduce_grad(values, flat, W))
         self.assertUnchanged(note_heads, gm)
         self.assertEqual(noted(gm), {})
