@@ -96,6 +96,7 @@ FOUND: dict[str, int | Program] = {
 }
 # Whose programs another check refuses by now, where they are equal without the fault.
 REFUSED = ("ties_after_sharding_are_forgotten",)
+RAISE_ON_2_11 = ("what_is_transformed_is_not_reduced", "a_traced_backward_leaves_nothing")
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +140,8 @@ def test_a_planted_fault_is_found(pools: dict[int, Pool], name: str) -> None:
     found = FOUND[name]
     program = found if isinstance(found, Program) else make(found)
     assert can_show(program, name)
-    if IS_2_11 and name == "what_is_transformed_is_not_reduced":
-        pytest.skip("torch 2.11 raises in this program's backward, as stock does")
+    if IS_2_11 and name in RAISE_ON_2_11:
+        pytest.skip("torch 2.11 raises in this program's backward, announced or as stock does")
     this = script(replace(program, kinds=("eager", "compiled")))
     if found not in SEEDS[:NUM_ALWAYS]:  # else `test_random_programs` sees that it has none
         assert not Hunter(pools).check(this).faults
