@@ -60,12 +60,12 @@ def _local_grad(param: ShardedParam) -> Tensor:
     """This rank's part of a gradient that is there.
 
     Raises:
-        RuntimeError: a user has put a plain tensor there.
+        AssertionError: a user has put a plain tensor there; torch's type for it.
     """
     grad = param.sharded.grad
     if isinstance(grad, DTensor):
         return grad._local_tensor
-    raise RuntimeError(
+    raise AssertionError(
         f"a gradient of {param.fqn} is reduced and to be added to its .grad, which is a "
         f"{type(grad).__name__} that somebody has assigned, as p.grad = p.grad.full_tensor() does; "
         "should be None, or a DTensor placed as the parameter. Keep the full tensor under another "

@@ -483,7 +483,7 @@ def test_a_gradient_that_is_no_dtensor(is_compiled: bool) -> None:
     weight = model.layers[0].weight
     weight.grad = torch.zeros(weight.shape)
     with pytest.raises(
-        RuntimeError,
+        AssertionError,
         match=r"^a gradient of layers\.0\.weight is reduced and to be added to its \.grad, which "
         r"is a Tensor that somebody has assigned.*another name, or call zero_grad\(\)",
     ):
