@@ -22,7 +22,10 @@ VARIANTS = {
     ),
     **{
         f"compat/fsdp2/test_extension_graph_rows.py::test_one_graph[{case}]": "[as_it_is]"
-        for case in ("kept", "low_precision", "a_function", "eager_between", "lengths")
+        for case in (
+            *("kept", "low_precision", "a_function", "eager_between", "lengths"),
+            *("accumulated", "frozen_between", "evaluated_between"),
+        )
     },
     **{
         f"compat/fsdp2/test_extension_graph_rows.py::test_plans[{plan}]": "[recompute]"
@@ -123,7 +126,35 @@ VARIANTS = {
     "numerics/test_regions.py::test_the_same_numbers[FSDP1]": (
         "numerics/test_random_fsdp1.py::test_with_regions[0]"
     ),
-    "numerics/test_regions.py::test_the_same_numbers[units in bf16]": "[units]",
+    **{
+        f"numerics/test_regions.py::test_the_same_numbers[{case}]": (
+            "numerics/test_equal_units.py::test_the_same_numbers[plain]"
+        )
+        for case in ("units", "units in bf16")
+    },
+    "numerics/test_captured_step.py::test_inductor": "::test_changes",
+    "numerics/test_moe.py::test_two_ranks[accumulated, recomputed]": (
+        "[accumulated, clipped, with a bias, in chunks]"
+    ),
+    "numerics/test_lengths.py::test_packed_sequences_make_no_more_graphs_than_unsharded[flex]": (
+        "[op]"
+    ),
+    "command/test_prediction.py::test_optimizer_state_on_the_host": (
+        "::test_activations_on_the_host"
+    ),
+    "compiler/test_known_values.py::test_left_out": "::test_left_out_with_units",
+    "pairs/test_pairs.py::test_mended[checkpointed+reshard_int]": "[checkpointed+stay_gathered]",
+    **{
+        f"numerics/test_activation_offload.py::test_same_numbers[{kind}]": "[dropout]"
+        for kind in ("tied", "complex")
+    },
+    "numerics/test_activation_offload.py::test_beside_other_options[checksums]": "[codes]",
+    "numerics/test_hosted_states.py::test_same_numbers[names1]": "[names0]",
+    **{
+        f"numerics/test_hosted_states.py::test_scripts[{script}]": "[grouped]"
+        for script in ("two_steps", "frozen")
+    },
+    "numerics/test_experts_step.py::test_two_ranks[plain tensors]": "[accumulated]",
     "numerics/test_activation_offload.py::test_inductor[plain]": "[put]",
     "numerics/test_hosted_states.py::test_inductor": (
         "numerics/test_activation_offload.py::test_inductor[put]"
