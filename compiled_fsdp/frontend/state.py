@@ -50,11 +50,10 @@ from .first_call import (
     explain_dtypes,
     explain_mixed,
     explain_registered,
-    warn_held,
     warn_unread,
-    watch_originals,
 )
 from .forward_hooks import PostForward, PreForward
+from .originals import warn_held, watch_originals
 from .quantizing import check_names, check_supported, follow
 from .together import meet
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # torch's name of a group -> what all ranks' graphs call it; see `name_axes`.
 _common: dict[str, str] = {}
+
+Kept = TypeVar("Kept")
 
 
 def group_named(name: str) -> dist.ProcessGroup:
@@ -156,11 +158,11 @@ def new_group(
 def kept_for(
     first: dist.ProcessGroup,
     name: str,
-    known: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]],
-    make: Callable[[], dist.ProcessGroup],
-) -> dist.ProcessGroup:
-    """The second group that is kept in `known` under a name beside the first one. `make` makes it
-    if there is none, or if the first one was destroyed since and another one has its name.
+    known: dict[str, tuple[dist.ProcessGroup, Kept]],
+    make: Callable[[], Kept],
+) -> Kept:
+    """What is kept in `known` under a name beside a group. `make` makes it if there is none, or if
+    the group was destroyed since and another one has its name.
     """
     if name not in known or known[name][0] is not first:
         known[name] = first, make()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compiled_fsdp.torch_private.groups import backend_of, group_named, register_work
+from compiled_fsdp.torch_private.groups import backend_of, group_named, kept_for, register_work
 from compiled_fsdp.torch_private.tracing import unprofiled
 
 from . import ranges
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 FIRST_TAG, TAGS = 1 << 30, 1 << 30  # of messages; users' own are small numbers
 
-# By name, a group and the numbers of its messages.
+# By name, a group and the numbers of its messages: one that was made again under that name begins
+# anew, as on every rank, since one may have sent more than others before.
 _tags: dict[str, tuple[dist.ProcessGroup, itertools.count[int]]] = {}
 # Until awaited: torch keeps no reference to the Python half of a Work, nor gloo to its buffers.
 _pending: set[Exchange] = set()
@@ -153,7 +154,7 @@ def _exchange(
     group = group_named(name)
     rank, size = group.rank(), group.size()
     others = [(rank + step) % size for step in range(1, size)]
-    tags = _tags_of(group)
+    tags = kept_for(group, group.group_name, _tags, itertools.count)
     works: list[tuple[int, Any]] = []
     parameters = what.partition(" (")[2]  # not the unit: its class may have another name elsewhere
     told_apart = zlib.crc32(f"{collective} {parameters}".encode())
@@ -176,16 +177,6 @@ def _exchange(
     work = Exchange(collective, works, buffers, what, group)
     _pending.add(work)
     return work
-
-
-def _tags_of(group: dist.ProcessGroup) -> itertools.count[int]:
-    """The numbers of a group's messages. One that was made again, under the name of one that was
-    destroyed, begins anew, as on every rank: one may have sent more than others before.
-    """
-    known = _tags.get(group.group_name)
-    if known is None or known[0] is not group:
-        known = _tags[group.group_name] = group, itertools.count()
-    return known[1]
 
 
 def gathered_shape(shard: Tensor, group_size: int) -> tuple[int, ...]:
