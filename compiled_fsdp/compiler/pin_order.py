@@ -21,8 +21,9 @@ From torch 2.15 on, Inductor ends its scheduling by moving collectives up and wa
 started late, to hold less at once, would be started early. So nodes of a graph of ours stay where
 they are; other people's graphs are moved as ever, and the setting itself is theirs.
 
-Private torch used here (tried on 2.11, 2.13, 2.14 and 2.15): the scheduler's `_pre_fusion_custom_pass`,
-`WeakDep(is_fake=True)`, `StarDep`, `NodeUser`, `add_fake_dep`, `compute_ancestors`,
+Private torch used here (tried on 2.11, 2.13, 2.14 and 2.15): the scheduler's
+`_pre_fusion_custom_pass`, `WeakDep(is_fake=True)`, `StarDep`, `NodeUser`, `add_fake_dep`,
+`compute_ancestors`,
 `V.graph.never_reuse_buffers`; on 2.15 `torch._inductor.comms.simple_overlap`, which the scheduler
 finds in its module. `tests/numerics/test_inductor.py` compares the generated code with the plan and
 would notice a change.
