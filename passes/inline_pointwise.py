@@ -21,8 +21,9 @@ pointwise nodes into all kernels that read them. Over the border of a call it ca
 passes one is written and read: here of an activation, in fp32 where it is rounded later.
 
 Requires: the graph in its final order.
-Ensures: what a region reads instead takes no more bytes than what it read, so that no more memory
-is needed anywhere; the numbers are those of the same kernels without regions.
+Ensures: what a region reads instead takes no more bytes than what it read, and was in memory when
+that was made, so that no more memory is needed anywhere; the numbers are those of the same kernels
+without regions.
 Leaves alone: values that others read too; those computed of parameters, which would live on, and of
 what the graph writes to; all that `outline` does not call.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -58,6 +58,9 @@ GENERATED = (  # kernels that Inductor generates, other than pointwise ones
     aten.var.correction,
     aten.var_mean.correction,
 )
+# What is generated too, by name: Inductor registers it when it is imported, and puts it into graphs
+# for a device.
+GENERATED_ON_DEVICES = ("prims::prepare_softmax_online",)
 MOST_READS = 8  # Inductor's limit on what a value may be computed from before it gets a buffer
 
 
@@ -94,7 +97,7 @@ def readers(node: Node) -> list[Node]:
 
 def is_generated(node: Node) -> bool:
     """Whether Inductor generates the kernel, and so can read its inputs as they lie."""
-    return is_pointwise(node) or node.target in GENERATED or is_view(node)
+    return is_pointwise(node) or _is_reduction(node.target) or is_view(node)
 
 
 def is_read_strided(node: Node) -> bool:
@@ -112,6 +115,13 @@ def is_pointwise(node: Node) -> bool:
         # a call of `copy_columns`, so that the bucket need not live until the copy is read
         return False
     return _is_pointwise(node.target)
+
+
+@cache
+def _is_reduction(target: Any) -> bool:
+    if target in GENERATED:
+        return True
+    return isinstance(target, torch._ops.OpOverload) and target.name() in GENERATED_ON_DEVICES
 
 
 @cache

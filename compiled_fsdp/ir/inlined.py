@@ -22,7 +22,7 @@ MOST_INLINED = 32  # nodes that a span computes again
 
 def inlined_into(span: Span, home: Mapping[Node, Span], written: Set[Node]) -> list[Node]:
     """Returns the cheap nodes of other spans that a span may compute again instead of reading what
-    they yield, in graph order, where what they read takes no more bytes.
+    they yield, in graph order, where what they read takes no more bytes, at no time.
 
     home: the span of each node of one.
     written: values that something writes to.
@@ -51,6 +51,7 @@ def inlined_into(span: Span, home: Mapping[Node, Span], written: Set[Node]) -> l
                 len(found | copied) <= MOST_INLINED
                 and all(get_tag(each) is None for each in sources)
                 and not sources & written
+                and all(_is_read_from(home[root].nodes[0], each) for each in more)
                 and sum(map(_bytes, more)) <= _bytes(root)
             ):
                 found |= copied
@@ -79,6 +80,19 @@ def _computed_from(
             else:
                 stack.append(each)
     return found, sources
+
+
+def _is_read_from(begin: Node, value: Node) -> bool:
+    """Whether a value is made or read where `begin` stands or behind it: if not, its memory would
+    live on from before, in the place of what begins to live there.
+    """
+    stack, is_before = [value], value < begin
+    while stack and is_before:
+        for user in stack.pop().users:
+            is_before &= user < begin
+            if may_alias(user):
+                stack.append(user)
+    return not is_before
 
 
 def _is_inlinable(node: Node) -> bool:

@@ -207,3 +207,38 @@ def test_up_to_what_is_in_memory_anyway() -> None:
 
     assert num_inlined(RoundedSums().made(), convert) == 4
     assert num_inlined(RoundedSums().made(), aten.add.Tensor) == 0
+
+
+@pytest.mark.parametrize("is_read_later", [False, True])
+def test_what_is_gone_by_then_does_not_live_on(is_read_later: bool) -> None:
+    """The wider value of a sum that was made in front of all layers, and whose two terms nobody
+    reads since: computed from the sum, as they would be in memory all that time.
+    """
+    convert = torch.ops.prims.convert_element_type.default
+
+    class EarlySums(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            hand = self.hand
+            self.terms = [
+                [
+                    hand.input(f"{name}{i}", WIDTH, WIDTH, dtype=torch.bfloat16)
+                    for name in ("one", "two")
+                ]
+                for i in range(self.count)
+            ]
+            self.sums = [hand.add(*terms) for terms in self.terms]
+            (spec,) = unit("first", {"w": (WIDTH, WIDTH)})  # what computes sums ends here
+            w = hand.unshard(hand.input("flat", WIDTH * WIDTH // 2), spec)
+            self.grad = hand(aten.mm.default, self.grad, w)
+
+        def act(self, i: int) -> Node:
+            return self.hand(convert, self.sums[i], torch.float32)
+
+        def finish(self) -> None:
+            for each in (*self.sums, *((t for both in self.terms for t in both) if is_read_later else ())):
+                self.hand(aten.mm.default, each, each)
+
+    gm = EarlySums().made()
+    assert num_inlined(gm, convert) == 4
+    assert len(find(gm.graph, aten.add.Tensor)) == 5 + 4 * is_read_later

@@ -304,6 +304,23 @@ class TestFused(GraphTest):
         c = hand(aten.sum.default, b)
         self.assertEqual(elements(hand.returns(c), is_fused=True), [0, 16, 16, 17, 1])
 
+    def test_softmax_on_a_device(self):
+        """Largest value and sum at once, as Inductor writes it for a device: a kernel that it
+        generates.
+        """
+        from torch._inductor.inductor_prims import prepare_softmax_online
+
+        hand = Hand()
+        x = hand.input("x", 4, 4)
+        a = hand(aten.mm.default, x, x)
+        b = hand.compute(a)
+        both = hand(prepare_softmax_online, b, 1)
+        largest = hand(operator.getitem, both, 0)
+        c = hand(aten.sub.Tensor, b, largest)
+        d = hand(aten.sum.default, c)
+        lives = elements(hand.returns(d, a), is_fused=True)
+        self.assertEqual(max(lives), 16 + 4 + 4)  # neither `b` nor `c` is in memory
+
     def test_written_over(self):
         """A kernel's result takes the place of an input of its size; not while that is read
         later.
