@@ -47,8 +47,9 @@ test-browser: $(VENV)/installed  ## the report in headless Chromium: one on the 
 	$(PY) -m pytest tests/inspection/test_report_browser.py $(ARGS)
 
 # In an environment of their own: these libraries are large, and must not change what the other tests run on.
-test-clients: $(VENV)-clients/installed  ## Hugging Face models, PEFT, Lightning Fabric, torchtitan on sharded models
+test-clients: $(VENV)-clients/installed  ## Hugging Face models, PEFT, Lightning Fabric, torchtitan on sharded models; kernels in Triton's interpreter
 	$(VENV)-clients/bin/python -m pytest tests/clients tests/test_examples.py $(ARGS)
+	TRITON_INTERPRET=1 $(VENV)-clients/bin/python -m pytest tests/wire/test_codes.py $(ARGS)
 
 soak: $(VENV)/installed  ## 2,000 steps of every kind beside the unsharded model
 	PYTHONPATH=.:tests:benchmarks $(VENV)/bin/torchrun --nproc-per-node 2 tests/jobs/soak.py $(ARGS)

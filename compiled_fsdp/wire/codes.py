@@ -2,19 +2,22 @@
 
 On a CPU a few blocks at a time, so that what is between memory and bytes stays in the cache: about
 what one fused kernel would take, without one to be compiled for every shape and place. On a device
-all rows at once, since what counts there is how many kernels are launched; the bytes are the same.
+all rows at once, by one kernel of Triton (`triton_codes.py`), or else by torch's ops; the bytes are
+the same.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from compiled_fsdp.ir.quantized import ALIGNMENT, BLOCK, CODES, LARGEST, LEAST, SCALE, WIRE, payload
+from compiled_fsdp.ir.quantized import BLOCK, CODES, LARGEST, LEAST, SCALE, WIRE, payload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import ModuleType
 
     from torch import Tensor
 
@@ -39,11 +42,16 @@ def encode(pieces: Sequence[Tensor], names: Sequence[str]) -> Tensor:
         codes, numel = CODES[name], piece.shape[1]
         part = out.narrow(1, start, payload(numel, piece.dtype, codes))
         start += part.shape[1]
-        part[:, -ALIGNMENT:].zero_()
-        if codes is None:
-            part[:, : numel * piece.itemsize].view(piece.dtype).copy_(piece)
-            continue
         num_blocks = -(-numel // BLOCK)
+        used = num_blocks * (BLOCK + SCALE.itemsize) if codes else numel * piece.itemsize
+        if used < part.shape[1]:
+            part[:, used:].zero_()
+        if codes is None:
+            part[:, :used].view(piece.dtype).copy_(piece)
+            continue
+        if kernels := _kernels(part.device, codes):
+            kernels.encode_rows(piece, part, codes)
+            continue
         coded, scales = _parts(part, num_blocks, codes)
         if not _by_row(piece):
             _encode_rows(piece, coded, scales)
@@ -51,6 +59,20 @@ def encode(pieces: Sequence[Tensor], names: Sequence[str]) -> Tensor:
         for row, its_codes, its_scales in zip(piece, coded, scales, strict=True):
             _encode_row(row, its_codes, its_scales)
     return out
+
+
+@cache
+def _kernels(device: torch.device, codes: torch.dtype) -> ModuleType | None:
+    """Triton's, where they run on a device: of fp8, where Triton has conversions to it."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    if codes.is_floating_point and torch.cuda.get_device_capability(device) < (8, 9):
+        return None
+    try:
+        from . import triton_codes
+    except ImportError:
+        return None
+    return triton_codes
 
 
 def _by_row(table: Tensor) -> bool:
@@ -109,6 +131,9 @@ def decode(table: Tensor, numel: int, dtype: torch.dtype, name: str) -> Tensor:
     codes = CODES[name]
     if codes is None:
         return out.copy_(table[:, : numel * dtype.itemsize].view(dtype))
+    if kernels := _kernels(table.device, codes):
+        kernels.decode_rows(table, out, codes)
+        return out
     if not _by_row(table):
         _decode_rows(table, out, codes)
         return out
@@ -124,6 +149,10 @@ def decode_sum(table: Tensor, numel: int, dtype: torch.dtype, name: str) -> Tens
     codes = CODES[name]
     if codes is None:
         return table[:, : numel * dtype.itemsize].view(dtype).sum(0)
+    if kernels := _kernels(table.device, codes):
+        out = table.new_empty(numel, dtype=dtype)
+        kernels.sum_rows(table, out, codes)
+        return out
     if not _by_row(table):
         values = table.new_empty(table.shape[0], numel, dtype=SCALE)
         _decode_rows(table, values, codes)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,11 +18,30 @@ LIMIT = {INT8: 127.0, FP8: 448.0}
 ODD = (torch.nan, torch.inf, -torch.inf)
 
 
-@pytest.fixture(autouse=True, params=["a row at a time", "all rows"])
+@pytest.fixture(autouse=True, params=["a row at a time", "all rows", "triton"])
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU, and as on a device."""
-    if request.param == "all rows":
+    """As on a CPU, and as on a device, without Triton and with it: its interpreter, if there is
+    one.
+    """
+    if request.param != "a row at a time":
         monkeypatch.setattr(module, "_by_row", lambda table: False)
+    if request.param == "triton":
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("kernels are interpreted where TRITON_INTERPRET=1 was set at import")
+        interpreter = pytest.importorskip("triton.runtime.interpreter")
+        monkeypatch.setattr(interpreter, "_convert_float", _as_a_device_rounds)
+        from compiled_fsdp.wire import triton_codes
+
+        monkeypatch.setattr(triton_codes, "OPTIONS", {})
+        monkeypatch.setattr(module, "_kernels", lambda device, codes: triton_codes)
+
+
+def _as_a_device_rounds(given: Any, old: Any, new: Any, _rounding: Any) -> Any:
+    """To the nearest, a tie to the even one, as torch does; Triton's interpreter cuts off."""
+    of = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": FP8, "fp16": torch.float16}
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    x = torch.from_numpy(given.copy()).view(of[str(old)]).to(of[str(new)])
+    return x.view(bits[x.itemsize]).numpy().view(f"uint{8 * x.itemsize}")
 
 
 def through(x: Tensor, dtype: torch.dtype, codes: torch.dtype | None) -> Tensor:
