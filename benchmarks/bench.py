@@ -17,6 +17,7 @@
     page      bytes of the report and of its dump, at 4 and 32 layers
     simulate  a step on two hosts against the same step simulated; needs root
     gpu       Llamas as one rank of 8 and 64 on a timed wire; needs a CUDA device
+    gpu_memory  their peak memory on a device that computes nothing; needs a CUDA build of torch
 
 Each writes a table and a picture to benchmarks/results, or to out/bench with --quick.
 """
@@ -38,6 +39,7 @@ import compile as compile_
 import depth
 import experts
 import gpu
+import gpu_memory
 import graphs
 import latency
 import memory
@@ -72,6 +74,7 @@ BENCHMARKS: dict[str, Callable[[Settings, Screen], Report]] = {
     "page": page.run,
     "simulate": simulated.run,
     "gpu": gpu.run,
+    "gpu_memory": gpu_memory.run,
 }
 MISSING, FAILED = 2, 1
 

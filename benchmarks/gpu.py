@@ -30,7 +30,7 @@ from llama import Llama, LlamaConfig
 from results import Panel, Report, Table, machine, ratio, spread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from screen import Screen
     from settings import Settings
@@ -99,9 +99,17 @@ class Found:
 class Child:
     """A process of one way; what it writes to stderr is in `said`."""
 
-    def __init__(self, way: Way, device: str, said: IO[bytes]) -> None:
+    def __init__(
+        self,
+        way: Way,
+        device: str,
+        said: IO[bytes],
+        script: str = "gpu_rank.py",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         command = [
-            *(sys.executable, str(Path(__file__).with_name("gpu_rank.py")), way.variant),
+            *(sys.executable, str(Path(__file__).parent / script)),
+            way.variant,
             *("--world", str(way.world), "--size", way.size, "--device", device),
             *("--bandwidth", str(min(way.wires))),  # for what is planned from costs
         ]
@@ -111,7 +119,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
-            env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "4"},
+            env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "4"} | dict(variables or {}),
         )
         self._seen = b""
 
@@ -230,8 +238,8 @@ def _table(size: str, world: int, wire: float, found: Sequence[Found]) -> Table:
                 ratio(statistics.median(times), local),
                 ratio(statistics.median(times), stock),
                 f"{host:.1f}",
-                *(_gib(each.last.get(name)) for name in ("peak", "reserved")),
-                _gib(None if predicted is None else predicted + rest),
+                *(gib(each.last.get(name)) for name in ("peak", "reserved")),
+                gib(None if predicted is None else predicted + rest),
                 f"{each.first.get('first', 0.0):.0f}",
             ]
         )
@@ -241,7 +249,7 @@ def _table(size: str, world: int, wire: float, found: Sequence[Found]) -> Table:
     facts = [
         machine(),
         f"{name}.",
-        f"{_described(model)}; bf16 parameters, fp32 reductions, fused AdamW; median and quartiles "
+        f"{described(model)}; bf16 parameters, fp32 reductions, fused AdamW; median and quartiles "
         f"of {ROUNDS} rounds of {STEPS} steps.",
     ]
     if wire != NO_TIME and isinstance(model.config, LlamaConfig):
@@ -255,11 +263,11 @@ def _table(size: str, world: int, wire: float, found: Sequence[Found]) -> Table:
     return Table(f"{size}, {world} ranks, {speed}", facts, columns, rows)
 
 
-def _gib(value: float | None) -> str:
+def gib(value: float | None) -> str:
     return "" if value is None else f"{value / 2**30:.2f}"
 
 
-def _described(size: Size) -> str:
+def described(size: Size) -> str:
     c = size.config
     name = "Llama"
     if not isinstance(c, LlamaConfig):

@@ -15,12 +15,15 @@ import budget
 import compile as compile_bench
 import depth
 import gpu
+import gpu_memory
 import pytest
 import results
 import side_by_side
 import simulated
 import step_time
+import torch
 from job import Job
+from phantom import build
 from results import Panel, Report, Table
 from screen import Screen
 from side_by_side import Comparison
@@ -129,6 +132,33 @@ class TestBenchmarks(unittest.TestCase):
         self.assertIn("ours_fp8_1b_64: failed.", made.notes)
         # 1107 M parameters, gathered twice as bf16 but for the embedding, and reduced as fp32
         self.assertIn("The wire alone needs 8588.4 ms", table.facts[-1])
+
+    def test_memory_of_a_device_that_is_not_there(self):
+        """Ratios are to stock's peak; a prediction is compared with what at rest is there too."""
+        answers = {
+            "stock": {"peak": 2 << 30, "reserved": 3 << 30, "at_rest": 1 << 30},
+            "ours": {
+                **{"peak": 1 << 30, "reserved": 1 << 30, "at_rest": 1 << 28},
+                "predicted_peak": 3 << 28,
+            },
+        }
+        (table,) = gpu_memory.report({gpu.Way(n): each for n, each in answers.items()}).tables
+        rows = {row[0]: row[1:] for row in table.rows}
+        self.assertEqual(rows["stock"], ["2.00", "1.00", "3.00", "1.00", "", ""])
+        self.assertEqual(rows["ours"], ["1.00", "0.50", "1.00", "0.25", "1.00", "1.000"])
+
+    @pytest.mark.skipif(torch.version.cuda is None, reason="the library is for torch's CUDA builds")
+    @pytest.mark.timeout(600)
+    def test_a_device_that_computes_nothing(self):
+        """The allocator's peak: at least all shards and AdamW's two, at most that and the step."""
+        with TemporaryDirectory() as folder:
+            variables = build.build(Path(folder))
+            found = gpu_memory.peak(gpu.Way("ours_whole", size="tiny"), variables)
+        self.assertGreater(found["at_rest"], 0)
+        self.assertGreater(found["peak"], found["at_rest"])
+        self.assertGreaterEqual(found["reserved"], found["peak"])
+        total = found["predicted_peak"] + found["at_rest"]
+        self.assertLess(abs(total - found["peak"]), 0.05 * found["peak"])
 
     def test_a_way_that_ends_is_left_out(self):
         screen = Screen(1)

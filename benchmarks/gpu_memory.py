@@ -1,0 +1,123 @@
+"""Peak memory of the ways of `bench gpu` to train, by the allocator of a CUDA build of torch on a
+device that computes nothing (`phantom/`): no device is needed.
+
+Memory is asked for, handed out and given back as on a device: the allocator is torch's own, and
+what torch, Inductor and Triton ask of it does not depend on what kernels compute. Left out is what
+CUDA's libraries allocate by themselves or ask for as workspace.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu import BATCHES, SLOW, Child, Way, described, gib
+from gpu_rank import SIZES, VARIANTS
+from hosts import HostsError
+from phantom.build import build
+from results import Panel, Report, Table, machine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from screen import Screen
+    from settings import Settings
+
+READY = 1200.0  # seconds until a way has compiled, Triton's kernels included, on two cores
+WORLD = 64
+COLUMNS = ["", "peak", "over stock", "reserved", "at rest", "predicted", "over peak"]
+NOTES = (
+    "GiB. **peak** and **reserved**: what the allocator had handed out, and had taken from the "
+    "device, at most, behind the first step. **at rest**: behind the last. **predicted**: by the "
+    "planner, with what is at rest.",
+)
+
+
+def run(settings: Settings, screen: Screen) -> Report:
+    """One way after the other.
+
+    Raises:
+        HostsError: torch is no CUDA build.
+    """
+    ways = [Way(n, world, s) for n, world, s in _asked()]
+    if settings.quick:
+        ways = [Way(name, WORLD, "tiny", (SLOW,)) for name in ("stock", "ours", "ours_whole")]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            variables = build(Path(folder))
+        except RuntimeError as error:
+            raise HostsError(str(error)) from error
+        found = {}
+        for way in ways:
+            screen.line(f"gpu_memory: {way.name}")
+            found[way] = each = peak(way, variables)
+            screen.line(f"  peak {gib(each['peak'])} GiB, reserved {gib(each['reserved'])}")
+    return report(found)
+
+
+def _asked() -> list[tuple[str, int, str]]:
+    """Names, worlds and sizes of the batches of Llamas on 64 ranks."""
+    ways = [way for name in ("base", "more", "8b") for way in BATCHES[name]]
+    return [(way.variant, way.world, way.size) for way in ways if way.world == WORLD]
+
+
+def peak(way: Way, variables: Mapping[str, str]) -> dict[str, Any]:
+    """What a way answers in the end.
+
+    Raises:
+        RuntimeError: it has failed; says what it wrote last.
+        TimeoutError: it took too long.
+    """
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), _path())))
+    with tempfile.TemporaryFile() as said:
+        child = Child(way, "cuda", said, "phantom/rank.py", {**variables, "PYTHONPATH": path})
+        try:
+            child.answer(READY)
+            child.ask("end")
+            return child.answer(READY)
+        finally:
+            child.close()
+
+
+def _path() -> str:
+    return os.environ.get("PYTHONPATH", "")
+
+
+def report(found: Mapping[Way, dict[str, Any]]) -> Report:
+    """A table for each model; ratios are to stock's peak, and of the prediction to the peak."""
+    tables, panels = [], []
+    for size in dict.fromkeys(way.size for way in found):
+        mine = {way.variant: each for way, each in found.items() if way.size == size}
+        table = Table(
+            f"{size}, {WORLD} ranks",
+            [machine(), f"{described(SIZES[size])}; bf16 parameters, fp32 reductions, AdamW."],
+            COLUMNS,
+            _rows(mine),
+        )
+        tables.append(table)
+        bars = {name: {"peak": each["peak"] / 2**30} for name, each in mine.items()}
+        panels.append(Panel(table.title, "GiB", bars))
+    names = dict.fromkeys(way.variant for way in found)
+    notes = [*NOTES, *(f"**{name}**: {VARIANTS[name].summary}." for name in names)]
+    return Report("gpu_memory", "Peak memory on a device, without one", tables, panels, notes)
+
+
+def _rows(found: Mapping[str, dict[str, Any]]) -> Sequence[list[str]]:
+    stock = found.get("stock", found.get("stock_loss"))
+    rows = []
+    for name, each in found.items():
+        total = each["predicted_peak"] + each["at_rest"] if "predicted_peak" in each else None
+        rows.append(
+            [
+                name,
+                gib(each["peak"]),
+                f"{each['peak'] / stock['peak']:.2f}" if stock else "",
+                gib(each["reserved"]),
+                gib(each["at_rest"]),
+                gib(total),
+                f"{total / each['peak']:.3f}" if total else "",
+            ]
+        )
+    return rows

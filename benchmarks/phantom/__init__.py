@@ -1,0 +1,1 @@
+"""A CUDA device that computes nothing, and what runs on it."""
