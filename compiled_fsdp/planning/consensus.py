@@ -25,6 +25,7 @@ from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.meta import set_seconds
 from compiled_fsdp.ir.schema import TO_LOWER, param_spec
 from compiled_fsdp.torch_private.dynamo import tracing_context
+from compiled_fsdp.torch_private.groups import group_named, kept_for
 from compiled_fsdp.wire.agreement import everyones
 
 from .plan import Plan
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 Combine = Callable[[list[list[int]]], list[int]]
 T = TypeVar("T")
 
-_settled: dict[tuple[str, ...], list[int]] = {}
+# What has been decided, by the name of each group that it was decided over.
+_settled: dict[str, tuple[dist.ProcessGroup, dict[tuple[str, ...], list[int]]]] = {}
 _decided: weakref.WeakSet[object] = weakref.WeakSet()  # compilations whose joint passes have run
 
 
@@ -66,7 +68,7 @@ def note_decided() -> None:
 
 def agreed(graph: Graph, plan: Plan, what: str, mine: list[int], combine: Combine) -> list[int]:
     """Returns what all ranks do: `combine` of what each would do, along one axis of the mesh and
-    then along the other.
+    then along the other. Asked once for each structure, as long as its process groups live.
 
     Raises:
         DivergenceError: a rank compiles another structure just now.
@@ -75,13 +77,11 @@ def agreed(graph: Graph, plan: Plan, what: str, mine: list[int], combine: Combin
         return mine
     specs = specs_of(graph)
     groups = dict.fromkeys(name for s in specs for name in (s.group, s.replicate_group) if name)
-    key = (
-        what,
-        str(plan.undecided),
-        *groups,
-        *map(_structure, specs),
-    )
-    if key not in _settled:
+    if not groups:  # nothing of ours, so nobody to agree with
+        return mine
+    key = (what, str(plan.undecided), *groups, *map(_structure, specs))
+    kept = [kept_for(group_named(name), name, _settled, dict) for name in groups]
+    if not all(key in decisions for decisions in kept):
         for group in groups:
             told = everyones(
                 group,
@@ -89,8 +89,9 @@ def agreed(graph: Graph, plan: Plan, what: str, mine: list[int], combine: Combin
                 " ".join(map(str, mine)),
             )
             mine = combine([[int(word) for word in text.split()] for text in told])
-        _settled[key] = mine
-    return _settled[key]
+        for decisions in kept:
+            decisions[key] = mine
+    return kept[0][key]
 
 
 def settle_costs(graph: Graph, plan: Plan) -> Plan:
