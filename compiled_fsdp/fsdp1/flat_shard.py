@@ -322,9 +322,9 @@ class FlatShardBuffer(FlatBuffer):
         if self.keeper._use_orig_params:
             self.keeper._use_sharded_grad_views()
 
-    def retain(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
-        """See `kernels.Owner`; in `no_sync` gradients are those that are not reduced yet."""
-        super().retain(grads, offsets, where)
+    def retain(self, grads: dict[int, Tensor], where: str) -> None:
+        """See `FlatBuffer`; in `no_sync` gradients are those that are not reduced yet."""
+        super().retain(grads, where)
         kept = self.retained.get(("rows", 0))
         if kept is None:
             return

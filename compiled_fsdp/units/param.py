@@ -23,6 +23,8 @@ from .registered import registered
 from .tensor_parallel import Full
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
@@ -225,3 +227,8 @@ class ShardedParam:
         param._fsdp_is_units = True  # type: ignore[attr-defined]
         for module, name in self.owners:
             registered(module).show(name, param)
+
+
+def trained(params: Iterable[ShardedParam]) -> list[ShardedParam]:
+    """Those that autograd adds a gradient to: not what was frozen after forward."""
+    return [param for param in params if param.sharded.requires_grad]

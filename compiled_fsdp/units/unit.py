@@ -352,7 +352,7 @@ class Unit:
         """Forget gradients that are not reduced yet."""
         for flat in self.flats:
             flat.retained.clear()
-            flat.marked.clear()
+            flat.owner.marked.clear()
             for param in flat.params:
                 if param.unsharded is not None:
                     param.unsharded.grad = None

@@ -136,7 +136,7 @@ def ties_after_sharding_are_forgotten() -> Iterator[None]:
 def every_backward_counts_as_whole() -> Iterator[None]:
     """`autograd.grad(loss, x)` marks, keeps and steps what a full backward would."""
     with contextlib.ExitStack() as stack:
-        for name in ("units.flat", "eager.runtime", "eager.watch"):
+        for name in ("units.owner", "eager.runtime", "eager.watch"):
             stack.enter_context(mock.patch.object(_ours(name), "accumulates", return_value=True))
         yield
 
@@ -153,7 +153,7 @@ def unused_heads_get_zeros() -> Iterator[None]:
     """Parameters that only unused outputs of a graph lead to get zero gradients, which decay then
     moves.
     """
-    with mock.patch.object(_ours("units.flat").FlatBuffer, "leave_out", return_value=None):
+    with mock.patch.object(_ours("units.owner").BufferOwner, "leave_out", return_value=None):
         yield
 
 
@@ -224,14 +224,14 @@ def a_traced_backward_leaves_nothing() -> Iterator[None]:
     """`loss.backward()` traced into a compiled function leaves every `.grad` as it is, and nobody
     says so.
     """
-    flat = _ours("units.flat").FlatBuffer
-    update = flat.update
+    owner = _ours("units.owner").BufferOwner
+    update = owner.update
 
-    def forget(self: Any, grad: Any, offsets: Any, step: str, found_inf: Any) -> None:
+    def forget(self: Any, grad: Any, offsets: Any, step: str, *rest: Any) -> None:
         if step != "backward":
-            update(self, grad, offsets, step, found_inf)
+            update(self, grad, offsets, step, *rest)
 
-    with mock.patch.object(flat, "update", forget):
+    with mock.patch.object(owner, "update", forget):
         yield
 
 
