@@ -1,5 +1,5 @@
-"""`FSDPModule`: calls, parameters and the end of backward (`setters.py` has its settings), and the
-free functions that go with it; semantics and errors as torch's.
+"""`FSDPModule`: calls, parameters and the end of backward, and the free functions that go with it;
+semantics and errors as torch's. Its settings: `setters.py` and `communication_setters.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from compiled_fsdp.torch_private.modules import forgets_gradients
 from compiled_fsdp.units.registered import named_in_trace
 from compiled_fsdp.units.unit import originals
 
-from .setters import Setters, states_of
+from .communication_setters import CommunicationSetters
+from .setter_base import states_of
+from .setters import Setters
 
 if TYPE_CHECKING:
     from compiled_fsdp.eager.runtime import Runtime
@@ -55,7 +57,7 @@ def _counted(runtime: Runtime) -> tuple[int, int]:
     return runtime.num_gathered, runtime.num_compiled
 
 
-class FSDPModule(Called, NotInsideTheWrapper, Setters, StockFSDPModule):
+class FSDPModule(Called, NotInsideTheWrapper, Setters, CommunicationSetters, StockFSDPModule):
     """A sharded module: what `fully_shard` makes of the modules it is given. Subclasses torch's own
     `FSDPModule`.
     """
