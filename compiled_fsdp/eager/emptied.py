@@ -11,8 +11,8 @@ from torch import Tensor
 
 from compiled_fsdp.errors import shortened, warn_once
 
+from .containers import map_tensors
 from .full_params import FullParams
-from .tree import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,10 +3,11 @@ Dynamo could not.
 
 A unit is gathered before its forward and freed after it, gathered again before its backward, and
 its gradients are reduced after it: one collective each, as in stock FSDP2, with the arithmetic of
-`collectives.py`, in the background of what is computed meanwhile.
+`ir/transfers.py`, in the background of what is computed meanwhile.
 
 What is gathered, and how: `full_params.py`. In which order units follow each other: `tree.py`. What
-is gathered ahead: `prefetch.py`.
+is gathered ahead: `prefetch.py`. How autograd says that a backward comes: `watch.py`. What stays
+gathered behind an eager forward, and what graphs make of that: `left_over.py`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from compiled_fsdp.units.handles import OPEN
 from compiled_fsdp.wire.ops import TRACED
 
 from . import prefetch, reductions, transformed
+from .containers import tensors_in
 from .emptied import say_hooked_inputs, say_what_is_emptied
 from .full_params import NUM_LOOKED, FullParams, span
-from .tree import WHO, Tree, in_backward, log, tensors_in
+from .left_over import is_for_graphs
+from .tree import WHO, Tree, in_backward, log
 from .watch import watch_inputs, watch_leaves, watch_output
 from .whose_gradients import say_after_backward, say_after_forward
 
@@ -144,7 +147,8 @@ class Runtime(FullParams):
             if in_backward():
                 return self._pre_recompute(inputs)
             self._note_mode()
-            self._note_forward()
+            self.tree.note_forward(self)
+            prefetch.in_forward(self)
             if not torch.is_grad_enabled() or not is_first:
                 return inputs
             return self._watch_inputs(inputs)
@@ -176,17 +180,6 @@ class Runtime(FullParams):
         if self.unit.is_outermost:
             self.tree.is_recorded = is_recorded
         self.is_apart = self.tree.is_recorded and not is_recorded and not self.was_reached
-
-    def _note_forward(self) -> None:
-        tree = self.tree
-        if self.unit.is_outermost:  # no forward need come after this one
-            tree.last_forward = None
-        if tree.last_forward is not None and tree.last_forward is not self:
-            tree.next_forward[tree.last_forward] = self
-        tree.last_forward = self
-        tree.entered.pop(self, None)
-        tree.entered[self] = None
-        prefetch.in_forward(self)
 
     @untraced
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -261,7 +254,7 @@ class Runtime(FullParams):
             if not lender.is_in_forward and lender not in since:
                 lender._reshard_after_forward((*since, self))
         self.unit.options.consume(WHO, "reshard_after_forward")
-        stays = self.unit.reshard is False and torch.is_grad_enabled() and not self._is_for_graphs()
+        stays = self.unit.reshard is False and torch.is_grad_enabled() and not is_for_graphs(self)
         stays = stays or self in self.tree.transformed
         if stays or not self.is_unsharded:
             self.keep()
@@ -394,33 +387,6 @@ class Runtime(FullParams):
         is_idle = not any(user in self.tree.backward for user in (self, *self.borrowers))
         if is_idle and self.unit.settings.reshard_after_backward:
             self.reshard()
-
-    def _is_frozen(self) -> bool:
-        return not any(param.sharded.requires_grad for param in self.unit.params)
-
-    def _is_for_graphs(self) -> bool:
-        """Whether graphs gather the unit, and no gradient of theirs will drop what is left."""
-        return self._is_frozen() and self.unit.key in TRACED
-
-    def drop_left_over(self) -> bool:
-        """Before a compiled call: graphs gather for themselves, and do not see what is written to
-        full parameters that are registered: an eager forward has left them, or `unshard()`.
-        Gradients drop those of others.
-
-        Returns whether there were any.
-        """
-        is_idle = not self.is_in_forward and self not in self.tree.backward
-        is_frozen = self._is_frozen()
-        is_dropped = is_idle and (is_frozen if self.is_left_over else self._is_opened(is_frozen))
-        if is_dropped:
-            self.reshard()
-        return is_dropped
-
-    def _is_opened(self, is_frozen: bool) -> bool:
-        """Whether `unshard()` gathered the unit, which graphs gather too, and no gradient comes."""
-        stays = not self.unit.settings.reshard_after_backward or self in self.tree.transformed
-        is_for_graphs = self.unit.key in TRACED and not stays
-        return self.is_unsharded and is_for_graphs and (is_frozen or not torch.is_grad_enabled())
 
     def reset(self) -> None:
         """Back to rest after an exception; gradients that a failed backward has not reduced are

@@ -7,7 +7,7 @@ next in the forward before; backward starts that of the unit whose forward came 
 lists replace both. A reduction is awaited when the next but one starts, or at the end of backward.
 Every rank takes these decisions from the same history, so all agree.
 
-Private torch used here (tried on 2.13): `torch.utils._pytree`, autograd's callback queue.
+Private torch used here (tried on 2.13): autograd's callback queue.
 """
 
 from __future__ import annotations
@@ -15,13 +15,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from dataclasses import fields, is_dataclass, replace
-from types import FunctionType, ModuleType, NoneType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from compiled_fsdp.torch_private.autograd import backward_number
 from compiled_fsdp.torch_private.dynamo import untraced
@@ -34,7 +30,7 @@ from .resident import num_steps
 from .whose_gradients import say_after_exception
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
@@ -123,6 +119,16 @@ class Tree:
         if self.post_optim_event is not None:
             self.post_optim_event.wait()
             self.post_optim_event = None
+
+    def note_forward(self, runtime: Runtime) -> None:
+        """A unit's forward begins: remember which one it follows."""
+        if runtime.unit.is_outermost:  # no forward need come after this one
+            self.last_forward = None
+        if self.last_forward is not None and self.last_forward is not runtime:
+            self.next_forward[self.last_forward] = runtime
+        self.last_forward = runtime
+        self.entered.pop(runtime, None)
+        self.entered[runtime] = None
 
     def enter_backward(self, runtime: Runtime) -> None:
         """Note that the running backward reaches a unit, and have its end noticed."""
@@ -285,69 +291,3 @@ class Reduction:
 def in_backward() -> bool:
     """Whether autograd is running, so that a forward now is a recomputation."""
     return backward_number() != -1
-
-
-def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply `fn` to the tensors inside containers and dataclasses; what did not change is the same
-    object.
-    """
-    leaves, structure = tree_flatten(value)
-    mapped = [_map_leaf(fn, leaf) for leaf in leaves]
-    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
-        return value
-    return tree_unflatten(mapped, structure)
-
-
-def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return fn(leaf)
-    if not is_dataclass(leaf) or isinstance(leaf, type):
-        return leaf
-    fields_ = {f.name: getattr(leaf, f.name) for f in fields(leaf) if f.init}
-    changed = {
-        name: new for name, old in fields_.items() if (new := map_tensors(fn, old)) is not old
-    }
-    return replace(leaf, **changed) if changed else leaf
-
-
-MOST_LOOKED_AT = 1000  # objects of one output that are no containers
-HOLDS_NONE = (NoneType, int, float, str, bytes, type, ModuleType, FunctionType, nn.Module)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors inside containers, and inside objects that hold them: what a forward returns may
-    be a distribution, a class of the user's, or a dict of one.
-    """
-    seen: dict[int, Any] = {}  # with what has the identity, which else another may get
-    leaves: set[type] = set()  # of pytree, which goes by types; to ask is what takes long
-    num_objects = 0
-    left = [value]
-    while left:
-        found = left.pop()
-        if isinstance(found, Tensor):
-            yield found
-        elif not isinstance(found, HOLDS_NONE) and id(found) not in seen:
-            seen[id(found)] = found
-            if (held := _held_by_container(found, leaves)) is None:
-                leaves.add(type(found))
-                num_objects += 1
-                held = _held_by_object(found) if num_objects <= MOST_LOOKED_AT else ()
-            left += held
-
-
-def _held_by_container(value: Any, leaves: set[type]) -> Iterable[Any] | None:
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, list | tuple | set | frozenset):
-        return value
-    if type(value) in leaves:
-        return None
-    held = tree_leaves(value)
-    return None if len(held) == 1 and held[0] is value else held
-
-
-def _held_by_object(value: Any) -> Iterable[Any]:
-    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
-    held = [getattr(value, name, None) for name in names if not name.startswith("__")]
-    return [*held, *getattr(value, "__dict__", {}).values()]

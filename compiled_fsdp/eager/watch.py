@@ -13,7 +13,8 @@ import torch
 from compiled_fsdp.torch_private.autograd import accumulates, backward_number, run_of
 from compiled_fsdp.torch_private.dynamo import untraced
 
-from .tree import in_backward, map_tensors
+from .containers import map_tensors
+from .tree import in_backward
 
 if TYPE_CHECKING:
     from torch import Tensor

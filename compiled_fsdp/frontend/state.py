@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.full_params import check_not_meta
+from compiled_fsdp.eager.left_over import drop_left_over
 from compiled_fsdp.eager.resident import drop, prepare
 from compiled_fsdp.eager.runtime import Runtime
 from compiled_fsdp.eager.stock_state import StockState, show_to_schedules
@@ -226,7 +227,7 @@ class State:
             keep_classes(runtime.unit)
             _follow_user(runtime, is_compiled=is_compiled, is_traced=is_traced)
         read = self._note_reads(called, is_compiled=is_compiled)
-        if (is_compiled or is_traced) and [r for r in called if r.drop_left_over()] and is_traced:
+        if (is_compiled or is_traced) and [r for r in called if drop_left_over(r)] and is_traced:
             trace_again("full parameters that an eager forward had left are dropped")
         if is_compiled:
             _say_if_backward_is_traced(self.unit)

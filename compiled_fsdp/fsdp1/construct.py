@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from compiled_fsdp.eager.tree import map_tensors
+from compiled_fsdp.eager.containers import map_tensors
 from compiled_fsdp.frontend.beside_stock import check_no_stock_unit
 from compiled_fsdp.units.hooks import say_lost
 

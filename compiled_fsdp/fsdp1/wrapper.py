@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from compiled_fsdp.compiler.inductor import install_passes
-from compiled_fsdp.eager.tree import in_backward, map_tensors
+from compiled_fsdp.eager.containers import map_tensors
+from compiled_fsdp.eager.tree import in_backward
 from compiled_fsdp.frontend.called import Called
 from compiled_fsdp.frontend.classes import swap_class
 from compiled_fsdp.frontend.fallback import AGREED
