@@ -25,7 +25,7 @@ from compiled_fsdp.ir.printer import show
 from .add_checksums import add_checksums
 from .agree import agree
 from .await_verdict import await_verdict
-from .base import Executor, Pass, Property, Stage, check_order
+from .base import Executor, Pass, Property, Stage, check_order, context_of
 from .bucket_all_gather import bucket_all_gather
 from .bucket_reduce_scatter import bucket_reduce_scatter
 from .call_copies import call_copies
@@ -363,6 +363,9 @@ def key() -> str | None:
 
 def print_graph(gm: GraphModule, plan: Plan) -> None:
     """Print a graph, as a pass that stands wherever it is added: `pipeline(print_graph,
-    after="free")`.
+    after="free")`. The first line says which: joint, forward, backward, or a whole step.
     """
-    print(f"# {phase_of(gm.graph)}\n{show(gm.graph)}")  # noqa: T201  # what it is for
+    running = context_of(gm).running
+    is_joint = running is not None and running.stage is Stage.JOINT
+    which = Stage.JOINT.value if is_joint else phase_of(gm.graph)
+    print(f"# {which}\n{show(gm.graph)}")  # noqa: T201  # what it is for

@@ -57,7 +57,6 @@ class Captured:
         exprs, effects = walk(graph, self.run, lambda expr, _: expr, self._note)
         self.outputs = [None if _is_kept(e) else e for e in returned(graph, exprs)]
         self.effects = [e for e in effects if e is not None]
-        self.num_reduced = sum(len(found) for found in self.reduces.values())
         self.marks = self._expected_marks(graph, exprs)
 
     def _note(self, node: Node, exprs: dict[Node, Expr]) -> Expr | None:

@@ -671,6 +671,11 @@ class TestOwnPasses(GraphTest):
             text.getvalue(), r"^# forward\n%primals_1: f32\[3,4\]\n(.*\n)+# backward\n"
         )
 
+    def test_print_the_joint_graph(self):
+        with redirect_stdout(io.StringIO()) as text, pipeline(print_graph, after="name_groups"):
+            self.step()
+        self.assertEqual(re.findall(r"^# .*$", text.getvalue(), re.MULTILINE), ["# joint"])
+
     def test_left_out(self):
         """The graph of a shorter pipeline, with the same numbers."""
         with tempfile.TemporaryDirectory() as folder, pipeline(without=("free", "delay_wait")):
