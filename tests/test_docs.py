@@ -1,4 +1,6 @@
-"""The documents: what they link to is there, and the first one stays short."""
+"""The documents: what they link to is there, what they print is what comes out, and the first one
+stays short.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from kit.passes_harness import body, fake_ranks, trace
+from torch import nn
 
 import compiled_fsdp
+from compiled_fsdp import fully_shard, planned
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -73,3 +79,29 @@ def test_each_document_is_reached_from_the_first_page() -> None:
     second = "".join(page.read_text() for page in ROOT.glob("docs/*.md") if page.name in first)
     names = {page.name for page in ROOT.glob("docs/*.md")}
     assert {name for name in names if name not in first and name not in second} == set()
+
+
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.up(x))
+
+
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="names of nodes are those of the page's torch"
+)
+def test_how_it_works_shows_what_the_passes_make(tmp_path: Path) -> None:
+    with fake_ranks(2), planned(bucket_bytes=0):
+        model = nn.Sequential(Up(), nn.Linear(8, 4, bias=False))
+        for module in (*model, model):
+            fully_shard(module)
+        made = trace(model, (torch.randn(2, 4),), tmp_path)
+    shown = re.findall(r"^```\n(%.*?)```", (ROOT / "docs/how_it_works.md").read_text(), re.S | re.M)
+    before, after = ([line for line in block.splitlines()] for block in shown)
+    captured = next(text for name, text in made.items() if name.startswith("forward/00_"))
+    freed = next(text for name, text in made.items() if re.search(r"^forward/\d+_free$", name))
+    assert after == [line for line in body(freed).splitlines() if " = " in line or "free" in line]
+    assert set(before) <= set(captured.splitlines())
