@@ -181,6 +181,16 @@ class TestProject(unittest.TestCase):
     def test_the_key_of_compile_caches_covers_every_file(self):
         self.assertEqual(sources(), FILES)
 
+    def test_files_and_functions_are_short(self):
+        """Files in lines; functions in lines without their docstrings."""
+        for path in FILES:
+            self.assertLessEqual(len(path.read_text().splitlines()), 450, path)
+            for node in ast.walk(tree(path)):
+                if isinstance(node, ast.FunctionDef):
+                    first = node.body[1] if ast.get_docstring(node) and node.body[1:] else node
+                    length = node.end_lineno - first.lineno + 1
+                    self.assertLessEqual(length, 70, f"{path}: {node.name}")
+
     def test_private_torch_is_said(self):
         """A file that imports a private module of torch says so, with the version on which it was
         tried.
