@@ -106,8 +106,7 @@ def _lower_reduce(node: Node, region: int) -> Node | None:
     )
     if result is None:
         return None
-    if (
-        value(result).untyped_storage()._cdata == grad_value.untyped_storage()._cdata
-    ):  # one rank: nothing made a copy
+    # One rank: nothing made a copy.
+    if value(result).untyped_storage()._cdata == grad_value.untyped_storage()._cdata:
         result = run(torch.ops.aten.clone.default, result)
     return result

@@ -88,9 +88,8 @@ def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
         start = region.starts[0]
         before = preparation(region.sources)
         moved = [*(before or ()), *(n for n in region.nodes if n is start or n < start)]
-        while (
-            anchor in moved and anchor is not start
-        ):  # what prepares the input may stand where the gather is to start
+        # What prepares the input may stand where the gather is to start.
+        while anchor in moved and anchor is not start:
             anchor = anchor.next
         if before is not None or all(n < anchor for n in region.sources):
             move_before([n for n in moved if anchor < n], anchor)

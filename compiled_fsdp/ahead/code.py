@@ -102,9 +102,8 @@ def keep_inductor(compiled: Any, name: str, files: dict[str, bytes]) -> Half:
         return kernel
 
     source = source.replace(BUILDER, "")
-    exec(
-        compile(source, name, "exec"), {"AsyncCompile": lambda: Builder(take)}
-    )  # made by Inductor just now
+    # Made by Inductor just now.
+    exec(compile(source, name, "exec"), {"AsyncCompile": lambda: Builder(take)})
     files[f"{name}.py"] = source.encode()
     return Half(INDUCTOR, f"{name}.py", kernels, _keep(constants, name, files))
 

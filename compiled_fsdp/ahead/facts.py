@@ -58,9 +58,8 @@ def facts(names: Iterable[str], model: Any) -> tuple[dict[str, str], list[str]]:
         except (AttributeError, KeyError, IndexError, TypeError):
             found[name] = NOTHING
             continue
-        if not isinstance(
-            value, torch.Tensor | dict
-        ):  # of a dict, what was looked at is another fact
+        # Of a dict, what was looked at is another fact.
+        if not isinstance(value, torch.Tensor | dict):
             found[name] = _text(value)
     return found, unknown
 

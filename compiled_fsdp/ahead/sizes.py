@@ -105,6 +105,5 @@ def checker(guards: Sequence[str]) -> Callable[[dict[str, int]], list[str]]:
             )
         compiled.append((guard, compile(tree, "<guard>", "eval")))
     nothing: dict[str, Any] = {"__builtins__": {}}
-    return lambda sizes: [
-        g for g, code in compiled if not eval(code, nothing, dict(sizes))
-    ]  # checked above
+    # Checked above.
+    return lambda sizes: [g for g, code in compiled if not eval(code, nothing, dict(sizes))]

@@ -30,9 +30,8 @@ OURS: dict[str, Any] = {
     "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
 }
-THEIRS = {
-    name: getattr(stock, name) for name in OURS if hasattr(stock, name)
-}  # torch 2.11 has not all of them
+# Torch 2.11 has not all of them.
+THEIRS = {name: getattr(stock, name) for name in OURS if hasattr(stock, name)}
 # Modules of torch from which people import these names; others of torch use them for themselves.
 EXPORTING = (
     "torch.distributed.fsdp",

@@ -159,9 +159,8 @@ class Finalization:
             )
         if backward_number() != -1 or self.tree.has_callback:
             raise RuntimeError(f"{what}: a backward is running. Call it after backward completes")
-        if any(
-            r.unit.mesh_info.replicate_size > 1 for r in units
-        ):  # what is under way decides what has been kept
+        # What is under way decides what has been kept.
+        if any(r.unit.mesh_info.replicate_size > 1 for r in units):
             self.tree.await_or_leave()
         for unit in (r.unit for r in units):
             is_partial = any(

@@ -178,11 +178,8 @@ def _accessors(
         _check_written_over(self, name)
         self.__dict__.pop(name)
 
-    for accessor in (
-        read,
-        write,
-        delete,
-    ):  # a read by itself would be a graph, and what is written to its result is lost
+    # A read by itself would be a graph, and what is written to its result is lost.
+    for accessor in (read, write, delete):
         never_traced_alone(accessor)
     return read, write, delete
 

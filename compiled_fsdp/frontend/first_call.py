@@ -111,9 +111,8 @@ def check_devices(units: Iterable[Unit]) -> None:
 def warn_unread(units: Sequence[Unit]) -> None:
     """After a step: a unit that nobody read is a mistake, or parameters that need not be there."""
     for unit in units:
-        count = sum(
-            bool(param.owners) for param in unit.params
-        )  # all but those that gave way to a tied one
+        # All but those that gave way to a tied one.
+        count = sum(bool(param.owners) for param in unit.params)
         if count and not unit.was_read and unit.key not in TRACED:
             warn_once(
                 f"compiled_fsdp: unit {unit.name!r} was not gathered in the first step: nothing "

@@ -52,9 +52,8 @@ def _may_go_on(code: CodeType, is_first: bool, is_over: bool) -> bool:
     ):
         return True
     gathering = [s for s in state.below() if not s.unit.runs_eagerly]
-    if not is_entry(
-        code, module
-    ):  # then the unit's own parameters are there, by hooks that ran before
+    # Then the unit's own parameters are there, by hooks that ran before.
+    if not is_entry(code, module):
         gathering = [s for s in gathering if s is not state]
     if gathering:
         return _give_up(state, times, last_recompile(code))

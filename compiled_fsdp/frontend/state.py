@@ -120,9 +120,8 @@ class State:
         self.unit.share_with(borrower.unit)
 
     def _check(self, *, is_in_graph: bool) -> None:
-        for runtime in (
-            self.runtime.tree.members
-        ):  # casts of submodules before the first forward, which nobody saw
+        # Casts of submodules before the first forward, which nobody saw.
+        for runtime in self.runtime.tree.members:
             if not runtime.is_unsharded:
                 runtime.unit.take_over()
         units = [runtime.unit for runtime in self.runtime.tree.in_order()]

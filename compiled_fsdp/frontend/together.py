@@ -128,10 +128,8 @@ class Together:
                 self._answer()
             if self.holds:
                 self._read_verdict()
-        except (
-            RuntimeError,
-            dist.DistError,
-        ):  # the store is gone: the process group was destroyed, or its host has ended
+        except (RuntimeError, dist.DistError):
+            # The store is gone: the process group was destroyed, or its host has ended.
             self.store = None
             self._let_begin()
 

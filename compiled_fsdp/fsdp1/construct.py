@@ -69,9 +69,8 @@ def settle_groups(
     check_no_stock_unit("FullyShardedDataParallel", [module], managed, ignored)
     with _hinted():
         stock.init_device_handle(wrapper, module, wrapper._ignored_params, options["device_id"])
-    stock.annotate_modules(
-        module, wrapper._ignored_modules, True
-    )  # Dynamo asks: both ways can be traced
+    # Dynamo asks: both ways can be traced.
+    stock.annotate_modules(module, wrapper._ignored_modules, True)
     mesh = wrapper._device_mesh = options["device_mesh"]
     with _hinted():
         stock.init_process_groups(

@@ -18,9 +18,8 @@ def accumulate(keeper: FlatParamHandle, new: Tensor) -> None:
     With `use_orig_params` each original's `.grad` becomes a view of it.
     """
     flat: Any = keeper.flat_param
-    if (
-        keeper._use_orig_params and flat.grad is not None
-    ):  # the user may have dropped the originals' since
+    # The user may have dropped the originals' since.
+    if keeper._use_orig_params and flat.grad is not None:
         keeper._reset_flat_param_grad_info_if_needed()
         if flat.grad is not None and not keeper._skip_writeback_check:
             keeper._writeback_orig_params()

@@ -94,8 +94,7 @@ def groups_of(wrapper: Any) -> Groups:
     if wrapper._device_mesh is not None:
         name_axes(wrapper._device_mesh)
     shard, replicate = wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)
-    if (
-        wrapper.sharding_strategy == ShardingStrategy.NO_SHARD
-    ):  # also what one rank, or one rank in a shard group, becomes
+    # Also what one rank, or one rank in a shard group, becomes.
+    if wrapper.sharding_strategy == ShardingStrategy.NO_SHARD:
         shard, replicate = None, replicate or shard
     return Groups(None, None, shard, replicate, wrapper.compute_device)  # type: ignore[arg-type]

@@ -195,9 +195,8 @@ def sum_leaves(root: Node) -> list[Node]:
     """
     leaves: list[Node] = []
     stack = [root]
-    while (
-        stack
-    ):  # not recursive: a unit of a thousand parameters is a sum a thousand additions deep
+    # Not recursive: a unit of a thousand parameters is a sum a thousand additions deep.
+    while stack:
         node = stack.pop()
         if is_sum(node) and (node is root or len(node.users) == 1):
             stack.extend(reversed(node.args))  # type: ignore[arg-type]

@@ -36,14 +36,11 @@ BULK = 1 << 23  # the same, where so much is moved that starting does not count
 # seconds that a collective takes at most whose cost to the core is measured; on a slow link, it is
 # a smaller one
 UNDER_WAY = 0.01
-LONGER = (
-    4  # times as long as a collective is computed beside it, so that none of it is left to wait for
-)
+# Times as long as a collective is computed beside it, so that none of it is left to wait for.
+LONGER = 4
 MATMUL = {"cpu": 512, "cuda": 4096}
-OPERANDS = {
-    "cpu": 32,
-    "cuda": 2,
-}  # matrices to multiply: on the CPU more than caches hold, as in a model
+# Matrices to multiply: on the CPU more than caches hold, as in a model.
+OPERANDS = {"cpu": 32, "cuda": 2}
 STREAM = {"cpu": 1 << 24, "cuda": 1 << 26}  # elements of fp32 to read and write
 ROUNDS = 3  # of everything, while repeats scatter
 SCATTER = 3.0  # of the middle repeats, the slowest over the fastest

@@ -27,6 +27,7 @@ BUCKET_BYTES = 1 << 20
 # From costs, a shared bucket may be on the wire for so many times the latency of its link.
 LATENCIES = 8
 
+# "auto": decided from costs; None inside the compiler.
 FROM_COSTS = (
     *DISTANCES,
     "bucket_bytes",
@@ -34,7 +35,7 @@ FROM_COSTS = (
     "own_message",
     "reductions",
     "copy_out",
-)  # "auto": decided from costs; None inside the compiler
+)
 AUTO = "auto"
 FOLLOWED = ("gather_quantized", "reduce_quantized", "exact", "check")  # outside of graphs too
 

@@ -10,11 +10,8 @@ from compiled_fsdp.ir.quantized import LARGEST
 if TYPE_CHECKING:
     from .plan import Plan
 
-DISTANCES = {
-    "prefetch": 2.0,
-    "backward_prefetch": 1.0,
-    "reduces_in_flight": 1.0,
-}  # the default, and where nothing is known of costs
+# The default, and where nothing is known of costs.
+DISTANCES = {"prefetch": 2.0, "backward_prefetch": 1.0, "reduces_in_flight": 1.0}
 LEAST_BUDGET = 1 << 20  # bytes; an int below is a share that was meant to be a float
 # Fields that are bytes, and what else they may be.
 SIZES = {

@@ -164,9 +164,8 @@ def simulate(points: Sequence[Point], unawaited: Collection[Node] = ()) -> Timel
             on[point.node] = begin, done
         elif point.start is not None and point.start in ends and point.start not in unawaited:
             done = ends[point.start]
-            line.exposed.setdefault(
-                point.start, max(0.0, done - now)
-            )  # a user may await his own again
+            # A user may await his own again.
+            line.exposed.setdefault(point.start, max(0.0, done - now))
             now = max(now, done)
         now += point.seconds
     line.total = max(now, *(ends[start] for start in unawaited if start in ends), 0.0)

@@ -41,9 +41,9 @@ def accumulates(leaf: Tensor) -> bool:
         node = get_gradient_edge(leaf).node
     try:
         return torch._C._will_engine_execute_node(node)
-    except (
-        RuntimeError
-    ):  # what torch raises for a leaf that `autograd.grad` was asked for: it is returned, not added
+    except RuntimeError:
+        # What torch raises for a leaf that `autograd.grad` was asked for: it is returned, not
+        # added.
         return False
 
 

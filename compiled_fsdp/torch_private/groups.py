@@ -76,9 +76,8 @@ def name_axes(mesh: DeviceMesh) -> None:
             if 1 < each.size(axis) < world and _is_unnamed(each, axis)
         ]
         with unset_fake_temporarily():  # parameters may be
-            ranks = (
-                each._layout.remap_to_tensor(each._rank_map) if new else None
-            )  # [copies, *shape]
+            # [copies, *shape]
+            ranks = each._layout.remap_to_tensor(each._rank_map) if new else None
         if ranks is None or ranks.numel() != world:
             continue
         for axis in new:

@@ -43,6 +43,5 @@ class Handle:
 
 _APART = "apart"
 OPEN = Handle(nn.Parameter(torch.empty(0)), "")
-APART = Handle(
-    nn.Parameter(torch.empty(0)), _APART
-)  # of an all-gather extension that no graph can have: a traced read breaks the graph
+# Of an all-gather extension that no graph can have: a traced read breaks the graph.
+APART = Handle(nn.Parameter(torch.empty(0)), _APART)

@@ -89,9 +89,8 @@ def _digests(group: Member, number: int, attempt: int) -> list[str]:
     start, delay = time.monotonic(), 0.001
     beats: dict[int, tuple[str, float]] = {}
     while True:
-        group.store.set(
-            "asked", str(number)
-        )  # again and again: a rank that is ahead of this one may ask for another
+        # Again and again: a rank that is ahead of this one may ask for another.
+        group.store.set("asked", str(number))
         for rank in range(group.size):
             if not found[rank] and group.store.check([f"{key}/{rank}"]):
                 found[rank] = group.store.get(f"{key}/{rank}").decode()

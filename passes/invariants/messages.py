@@ -98,9 +98,8 @@ def uniform_buckets(gm: GraphModule, plan: Plan) -> Violations:
     """All members of a bucket have the same group, dtype and way of reducing."""
     for kind in ("gather", "reduce"):
         for region in find_regions(gm.graph, kind):
-            is_gather = (
-                kind == "gather"
-            )  # gradients of any dtype are cast to that of their reduction
+            # Gradients of any dtype are cast to that of their reduction.
+            is_gather = kind == "gather"
             ways = {
                 (s.group, s.dtype if is_gather else None, None if is_gather else s.reduction)
                 for s in region.tag.specs

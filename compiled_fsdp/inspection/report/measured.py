@@ -360,9 +360,8 @@ def times(graph: DumpedGraph, run: Run) -> MeasuredRun:
         was there hides it.
     """
     awaited = list(zip(graph.timeline["waits"], run.waits, strict=False))
-    waits = {
-        index: wait for index, wait in reversed(awaited) if index >= 0
-    }  # a user may await his own again
+    # A user may await his own again.
+    waits = {index: wait for index, wait in reversed(awaited) if index >= 0}
     number = len(graph.timeline["collectives"])
     is_ours = [c["is_ours"] for c in graph.timeline["collectives"]]
     carried = [c.name == CARRIED for c in run.carried[:number]]
