@@ -174,9 +174,7 @@ class Tree:
         self.in_flight.append(reduction)
         for runtime in self.members:
             if runtime.unit.settings.max_reductions_in_flight:
-                runtime.unit.options.consume(
-                    "eager runtime", "set_reduce_scatter_max_input_buffers"
-                )
+                runtime.unit.options.consume(WHO, "set_reduce_scatter_max_input_buffers")
         limit = max(r.unit.settings.max_reductions_in_flight or 1 for r in self.members)
         while len(self.in_flight) > limit:
             self.in_flight.popleft().finish(self.arriving)
@@ -195,7 +193,7 @@ class Tree:
     def end_iteration(self, *, is_last: bool) -> None:
         """Nothing of a backward is left; after the last one, its order counts no more."""
         for runtime in self.members:
-            runtime.unit.options.consume("eager runtime", "set_is_last_backward")
+            runtime.unit.options.consume(WHO, "set_is_last_backward")
         if is_last:
             self.order.clear()
             for runtime in self.members:
@@ -271,7 +269,7 @@ class Reduction:
                     and flat.unit.settings.overlap
                     and program.is_local
                 ):
-                    flat.unit.options.consume("eager runtime", "overlap_optimizer")
+                    flat.unit.options.consume(WHO, "overlap_optimizer")
                     flat.deliver_later(program, result, params)
                     continue
                 if result is not None and flat.may_arrive_late(params):

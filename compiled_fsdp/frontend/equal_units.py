@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.ir.graph import op_name
 from compiled_fsdp.ir.meta import traced_value
 from compiled_fsdp.ir.repeats import LEAST_TIMES
 from compiled_fsdp.ir.subgraphs import UNIT
@@ -192,8 +193,7 @@ def _why_alone(call: Call, group: Sequence[Call], often: Sequence[Sequence[Call]
 
 
 def _named(node: Node) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return f"{name} of {traced_value(node)!s}"
+    return f"{op_name(node.target)} of {traced_value(node)!s}"
 
 
 def _described(node: Node) -> str:

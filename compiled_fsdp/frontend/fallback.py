@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch._dynamo.utils as dynamo
 
-from compiled_fsdp.errors import warn_once
+from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.torch_private.compiled import (
     is_call_of_compiled,
     last_recompile,
@@ -36,7 +36,6 @@ AGREED = "compiled_fsdp: all ranks run this unit eagerly"
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 _policy: Literal["warn", "error"] = "warn"
-_overrun: set[int] = set()  # numbers of units that were told of
 _last_seen: object = None  # the newest entry of Dynamo's list that was looked at
 
 
@@ -55,6 +54,17 @@ def set_fallback(policy: Literal["warn", "error"]) -> None:
     if policy not in ("warn", "error"):
         raise ValueError(f'set_fallback: got {policy!r}; should be "warn" or "error"')
     _policy = policy
+
+
+def _warn_or_raise(text: str, about: str = "") -> None:
+    """As `set_fallback` says; `about` is that of `warn_once`.
+
+    Raises:
+        FallbackError: `set_fallback("error")` was called.
+    """
+    if _policy == "error":
+        raise FallbackError(f'{text}; set_fallback("error") makes this an error')
+    warn_once(text, about=about)
 
 
 def may_not_fall_back() -> bool:
@@ -94,21 +104,19 @@ def note_eager_unit(unit: Unit, neighbours: Iterable[Unit], *, is_refused: bool)
             )
         if is_refused and not frames:
             continue
-        names = [u.name for u in found]
+        names = [repr(u.name) for u in found]
         why = " ".join(line.strip() for line in entry.reason.strip().splitlines()[:2])
         for broken in found:
             broken.why_eager[f"{why} (at {where})"] = None
         text = (
-            f"compiled_fsdp: unit {_listed(names)} runs eagerly, not in a graph, because Dynamo "
+            f"compiled_fsdp: unit {shortened(names)} runs eagerly, not in a graph, because Dynamo "
             f"broke the graph at {where}\n"
             f"  {why}\n"
             "Its gathers are overlapped by a fixed rule instead of the plan, and so are those "
             f"around it. Results are the same{_remedy(entry.reason)}"
         )
-        if _policy == "error":
-            raise FallbackError(f'{text}; set_fallback("error") makes this an error')
         # Dynamo may say the same of one place in several ways.
-        warn_once(text, about=f"break of {names} at {where}" if frames else "")
+        _warn_or_raise(text, about=f"break of {names} at {where}" if frames else "")
     return True
 
 
@@ -138,9 +146,7 @@ def note_skipped(unit: Unit) -> None:
         f"compiled_fsdp: unit {unit.name!r} runs eagerly although its call is compiled, and Dynamo "
         f"has broken no graph: {why}. {remedy}Results are the same"
     )
-    if _policy == "error":
-        raise FallbackError(f'{text}; set_fallback("error") makes this an error')
-    warn_once(text)
+    _warn_or_raise(text)
 
 
 def _why_skipped(unit: Unit) -> tuple[str, str]:
@@ -177,9 +183,7 @@ def note_refused(unit: Unit) -> None:
         f"compiled_fsdp: unit {unit.name!r} runs eagerly, not in a graph: {why}. "
         "Results are the same"
     )
-    if _policy == "error":
-        raise FallbackError(f'{text}; set_fallback("error") makes this an error')
-    warn_once(text)
+    _warn_or_raise(text)
 
 
 def note_overrun(unit: Unit, times: int, why: str, then: str) -> None:
@@ -206,7 +210,7 @@ def run_eagerly(unit: Unit, units: Sequence[Unit], why: str) -> None:
     for below in units:
         below.runs_eagerly = True
         below.why_eager[f"{why} ({LIMIT})"] = None
-    names = _listed([below.name for below in units])
+    names = shortened([repr(below.name) for below in units])
     _tell_overrun(
         unit, f"unit {names} runs eagerly from now on, on all ranks, since {why}\nThat is {LIMIT}"
     )
@@ -223,29 +227,24 @@ def run_as_others(unit: Unit, units: Sequence[Unit], ranks: Sequence[int] | None
     for below in units:
         below.runs_eagerly = True
         below.why_eager[f"{whose} no graph of {unit.name}, and others of the group had one"] = None
+    names = [repr(below.name) for below in units]
     text = (
-        f"compiled_fsdp: unit {_listed([below.name for below in units])} runs eagerly from now on, "
-        f"on all ranks: {whose} no graph of {unit.name!r}, others of the group had one, and ranks "
+        f"compiled_fsdp: unit {shortened(names)} runs eagerly from now on, on all ranks: {whose} "
+        f"no graph of {unit.name!r}, others of the group had one, and ranks "
         "of a group must communicate alike. Dynamo broke the graph there, of which a warning "
         "tells, or the model was not compiled there. Results are the same. To keep the graph, have "
         "all ranks do the same in forward, and what one alone does, as printing, around it"
     )
-    if _policy == "error":
-        raise FallbackError(f'{text}; set_fallback("error") makes this an error')
-    warn_once(text)
+    _warn_or_raise(text)
 
 
 def _tell_overrun(unit: Unit, what: str) -> None:
     """Once for each unit."""
-    text = (
+    _warn_or_raise(
         f"compiled_fsdp: {what}. Results are the same. Mark sizes that change from call to call "
-        "with torch._dynamo.mark_dynamic, pass numbers that change as tensors, or raise the limit"
+        "with torch._dynamo.mark_dynamic, pass numbers that change as tensors, or raise the limit",
+        about=f"recompile limit of unit {unit.number}",
     )
-    if _policy == "error":
-        raise FallbackError(f'{text}; set_fallback("error") makes this an error')
-    if unit.number not in _overrun:
-        _overrun.add(unit.number)
-        warn_once(text)
 
 
 def note_larger(unit: Unit, code: CodeType, why: str) -> None:
@@ -262,9 +261,7 @@ def note_larger(unit: Unit, code: CodeType, why: str) -> None:
         "sizes that change from call to call with torch._dynamo.mark_dynamic, or pass numbers "
         "that change as tensors"
     )
-    if _policy == "error":
-        raise FallbackError(f'{text}; set_fallback("error") makes this an error')
-    warn_once(text, about=f"{_place(code)} and unit {unit.number}")
+    _warn_or_raise(text, about=f"{_place(code)} and unit {unit.number}")
 
 
 def note_part(unit: Unit, code: CodeType, times: int) -> None:
@@ -292,8 +289,3 @@ def _contains(unit: Unit, frame: FrameSummary) -> bool:
             if lines and code.co_firstlineno <= frame.lineno <= max(lines):
                 return True
     return False
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

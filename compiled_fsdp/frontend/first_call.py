@@ -158,8 +158,7 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
             "full_tensor() on it"
         ) from error
     raise RuntimeError(
-        f"{told}: one of another unit "
-        f"({', '.join(others[:3])}{f' and {len(others) - 3} more' if len(others) > 3 else ''}), "
+        f"{told}: one of another unit ({shortened(others)}), "
         "whose own forward is not running. Give both modules to one call, fully_shard([a, b]), or "
         "call unshard() on the other before and reshard() after it"
     ) from error

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Interpreter
 
+from compiled_fsdp.ir.graph import op_name
 from compiled_fsdp.ir.meta import traced_value
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def that_lead_out(graph: Graph) -> set[Node]:
 
 def _written_to(node: Node) -> object:
     """What a node writes to in place, `y` of `y.add_(x)` and `y[0] = x`; None if it does not."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = op_name(node.target)
     is_write = node.target is operator.setitem or (name.endswith("_") and not name.endswith("__"))
     return node.args[0] if is_write and node.args else None
 
@@ -57,7 +58,7 @@ def _written_to(node: Node) -> object:
 def _differentiated(node: Node) -> list[Node]:
     if node.op == "output":
         return [each for each in node.all_input_nodes if each.op != "get_attr"]
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = op_name(node.target)
     first = node.args[:1] if name in LOOK_ONLY else node.all_input_nodes
     return [each for each in first if isinstance(each, torch.fx.Node) and each.op != "get_attr"]
 

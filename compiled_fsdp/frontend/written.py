@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from compiled_fsdp.ir.graph import op_name
 from compiled_fsdp.ir.meta import traced_value
 from compiled_fsdp.torch_private.autograd import unwrapped
 from compiled_fsdp.torch_private.dtensors import local_tensor
@@ -46,7 +47,7 @@ def written_storages(graphs: Iterable[Graph]) -> set[int]:
 
 def written_by(node: Node) -> Iterator[Node]:
     """Yields what a node writes to, as its name says."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = op_name(node.target)
     out = node.kwargs.get("out")
     yield from (n for n in tree_leaves(out) if isinstance(n, Node))
     if node.op not in ("call_function", "call_method") or node.target in (

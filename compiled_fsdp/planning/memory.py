@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from compiled_fsdp.errors import shortened
 from compiled_fsdp.ir.graph import phase_of
 
 from .halves import boundary_of, lifetimes_after, saved_inputs
@@ -63,11 +64,8 @@ class MemoryProfile:
         ]
         for kind in dict.fromkeys(a.kind for a in self.alive):
             members = [a for a in self.alive if a.kind == kind]
-            names = ", ".join(f"{a.owner} {_megabytes(a.num_bytes)}" for a in members[:4])
-            more = f", and {len(members) - 4} more" if len(members) > 4 else ""
-            lines.append(
-                f"  {_megabytes(sum(a.num_bytes for a in members)):>10}  {kind}: {names}{more}"
-            )
+            names = shortened([f"{a.owner} {_megabytes(a.num_bytes)}" for a in members], 4)
+            lines.append(f"  {_megabytes(sum(a.num_bytes for a in members)):>10}  {kind}: {names}")
         return "\n".join(lines)
 
 
