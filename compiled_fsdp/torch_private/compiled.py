@@ -80,7 +80,8 @@ def is_call_of_compiled() -> bool:
 _for_good: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-_given_up: dict[str, Unsupported] = {}  # by the name of the code of a frame
+# By the name of the code of a frame: why, and where. Not the errors, whose frames hold the model.
+_given_up: dict[str, tuple[str, list[FrameSummary]]] = {}
 
 
 def keep_why_given_up() -> None:
@@ -93,7 +94,7 @@ def keep_why_given_up() -> None:
     def logged(self: Any, *args: Any, **kwargs: Any) -> Any:
         error = kwargs.get("exc")
         if "Skipping the function" in kwargs.get("reason", "") and isinstance(error, Unsupported):
-            _given_up[self.f_code.co_name] = error
+            _given_up[self.f_code.co_name] = str(error), list(error.real_stack)
         return log(self, *args, **kwargs)
 
     InstructionTranslator.log_graph_break = logged  # type: ignore[method-assign]
@@ -104,7 +105,7 @@ def why_given_up(names: Iterable[str]) -> tuple[str, list[FrameSummary]] | None:
     None if that is not known.
     """
     found = [_given_up[name] for name in names if name in _given_up]
-    return (str(found[-1]), list(found[-1].real_stack)) if found else None
+    return found[-1] if found else None
 
 
 def modes_that_keep_it_out() -> list[str]:

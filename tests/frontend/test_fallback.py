@@ -4,9 +4,11 @@ same call on.
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 import warnings
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -515,3 +517,19 @@ def test_why_a_call_is_skipped(fake_world: None, way: str) -> None:
     said = [str(w.message) for w in caught if "runs eagerly" in str(w.message)]
     assert len(said) == 1, said
     assert re.search(WHYS[way], said[0]), said
+
+
+def test_what_is_known_of_a_call_that_is_skipped_holds_no_model(fake_world: None) -> None:
+    torch._dynamo.reset()
+    model: Any = fully_shard(Raising("raises"))
+    call = torch.compile(model, backend="compiled_fsdp_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call(torch.ones(2, 6))
+        with pytest.raises(ValueError, match="no such batch"):
+            call(torch.ones(2, 6), True)
+    held = weakref.ref(model)
+    del model, call
+    torch._dynamo.reset()
+    gc.collect()
+    assert held() is None
