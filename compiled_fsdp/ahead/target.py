@@ -122,7 +122,7 @@ def _environment(backend: str) -> dict[str, Any]:
     found |= {f"Plan.{f.name}": repr(plan.shown(f.name)) for f in fields(plan)}
     if backend == INDUCTOR_BACKEND:
         found["instructions of the CPU"] = _instructions()
-        found["threads"] = torch.get_num_threads()
+        found["threads (OMP_NUM_THREADS)"] = torch.get_num_threads()
     return found
 
 
