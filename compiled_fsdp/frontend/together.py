@@ -9,12 +9,11 @@ do. Nobody is asked, and nothing is read but one flag a call, while nobody wishe
 [Note: rounds]
 Every rank counts the calls of the outermost module (`begun`). All that follows is done by a thread
 of its own, in rounds. Who wishes opens the round, in the store of the default group. A rank that
-sees it open (a) lets no further call begin (`holds`),
-(b) then reads how many have begun, and (c) publishes the number of the next, with its own wishes:
-    its answer. The first of the
-ranks, once it has all answers, gives the verdict: what anybody wishes, from the largest of these
-numbers on. A rank that waits for a verdict for too long gives that of no change. The first verdict
-is kept (`compare_set`), and whoever reads it lets calls begin again.
+sees it open (a) lets no further call begin (`holds`), (b) then reads how many have begun, and (c)
+publishes the number of the next, with its own wishes: its answer. The first of the ranks, once it
+has all answers, gives the verdict: what anybody wishes, from the largest of these numbers on. A
+rank that waits for a verdict for too long gives that of no change. The first verdict is kept
+(`compare_set`), and whoever reads it lets calls begin again.
 
 All switch at the same call. Ranks run the same program, so that a number means the same call on
 each. A verdict has the answers of all ranks, and its number is one that no rank had begun: a main

@@ -117,11 +117,11 @@ def _round(
     """Returns by how much the repeats of one measurement scattered, at most, and all of them, the
     same on every rank.
     """
-    _scatter.clear()
-    measured = [_flops(device), _bandwidth(device), _overhead(device)]
+    watch = Stopwatch(device)
+    measured = [_flops(watch), _bandwidth(watch), _overhead(watch)]
     for group in groups.values():
-        measured += _link(group, device)
-    measured.append(max(_scatter))
+        measured += _link(group, watch)
+    measured.append(max(watch.scatter))
     several = [g for g in beside if g.size() > 1 and dist.get_backend(g) != "fake"]
     for group in [*groups.values(), *several]:  # axis by axis: then all have the same
         *_, most = _everyones(measured, group, device).max(0).values.tolist()
@@ -161,52 +161,61 @@ def calibrate_plan(infos: Sequence[Mesh], beside: Iterable[dist.ProcessGroup] = 
         use(replace(plan, costs=costs))
 
 
-_scatter: list[float] = []  # of each measurement of this round
+class Stopwatch:
+    """Times calls on a device.
+
+    scatter: of each measurement so far, the slowest of the middle repeats over the fastest.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.scatter: list[float] = []
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """The median time of a call, the first one left out."""
+        times = sorted([self.once(run) for _ in range(REPEATS + 1)][1:])
+        self.scatter.append(times[-2] / max(times[1], 1e-9))
+        return statistics.median(times)
+
+    def once(self, run: Callable[[], object]) -> float:
+        """The time of one call."""
+        start = time.perf_counter()
+        run()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter() - start
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The median time of a call, the first one left out."""
-    times = sorted([_once(run, device) for _ in range(REPEATS + 1)][1:])
-    _scatter.append(times[-2] / max(times[1], 1e-9))
-    return statistics.median(times)
-
-
-def _once(run: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
-    run()
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start
-
-
-def _flops(device: torch.device) -> float:
+def _flops(watch: Stopwatch) -> float:
+    device = watch.device
     width = MATMUL.get(device.type, MATMUL["cuda"])
     operands = [
         torch.ones(width, width, device=device)
         for _ in range(OPERANDS.get(device.type, OPERANDS["cuda"]))
     ]
     pairs = list(zip(operands, reversed(operands), strict=True))
-    return 2 * width**3 * len(pairs) / _seconds(lambda: [a @ b for a, b in pairs], device)
+    return 2 * width**3 * len(pairs) / watch.seconds(lambda: [a @ b for a, b in pairs])
 
 
-def _bandwidth(device: torch.device) -> float:
+def _bandwidth(watch: Stopwatch) -> float:
+    device = watch.device
     numel = STREAM.get(device.type, STREAM["cuda"])
     a, out = torch.ones(numel, device=device), torch.empty(numel, device=device)
-    return 2 * numel * a.itemsize / _seconds(lambda: torch.mul(a, 2.0, out=out), device)
+    return 2 * numel * a.itemsize / watch.seconds(lambda: torch.mul(a, 2.0, out=out))
 
 
-def _overhead(device: torch.device) -> float:
-    a = torch.ones(16, device=device)
+def _overhead(watch: Stopwatch) -> float:
+    a = torch.ones(16, device=watch.device)
     count = 100
 
     def launch() -> None:
         for _ in range(count):
             a.mul_(1.0)
 
-    return _seconds(launch, device) / count
+    return watch.seconds(launch) / count
 
 
-def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
+def _link(group: dist.ProcessGroup, watch: Stopwatch) -> list[float]:
     """The fields of a `Link`; bandwidths are those of several collectives that follow each
     other.
 
@@ -214,7 +223,7 @@ def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """
     if (wire := known_wire(group)) is not None:
         return [wire.latency, wire.bandwidth, 0.0, wire.bandwidth, wire.bandwidth, 0.0, wire.issue]
-    name, size = group.group_name, group.size()
+    name, size, device = group.group_name, group.size(), watch.device
     small = torch.ones(SMALL, dtype=torch.uint8, device=device)
     large = torch.ones(LARGE // 4, device=device)
     rows = large.expand(size, -1).contiguous()
@@ -224,7 +233,7 @@ def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
             for out in [start() for _ in range(count)]:
                 launch.call(comm.WAIT, out)
 
-        return _seconds(run, device)
+        return watch.seconds(run)
 
     def bandwidth(start: Callable[[], torch.Tensor]) -> float:
         return IN_FLIGHT * (size - 1) * LARGE / max(seconds(start, IN_FLIGHT) - latency, 1e-9)
@@ -238,7 +247,7 @@ def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
     delay = _taken(
         lambda: launch.call(comm.ALL_GATHER, some, size, name),
         latency + (size - 1) * some.nbytes / gathering,
-        device,
+        watch,
     )
     issue = _busy(lambda: launch.call(comm.ALL_GATHER, bulk, size, name)) / (
         (size - 1) * bulk.nbytes
@@ -275,13 +284,13 @@ def _ones(nbytes: float, most: int, device: torch.device) -> torch.Tensor:
     return torch.ones(max(1, int(min(nbytes, most)) // torch.float.itemsize), device=device)
 
 
-def _taken(start: Callable[[], torch.Tensor], seconds: float, device: torch.device) -> float:
+def _taken(start: Callable[[], torch.Tensor], seconds: float, watch: Stopwatch) -> float:
     """Seconds by which a collective of so many seconds delays what is computed while it is under
     way; 0 where repeats differ by more than that, as on a machine that others work on.
     """
-    width = MATMUL.get(device.type, MATMUL["cuda"])
-    a = torch.ones(width, width, device=device)
-    count = ceil(LONGER * seconds / _seconds(lambda: a @ a, device))
+    width = MATMUL.get(watch.device.type, MATMUL["cuda"])
+    a = torch.ones(width, width, device=watch.device)
+    count = ceil(LONGER * seconds / watch.seconds(lambda: a @ a))
 
     def run(*, is_beside: bool) -> None:
         for _ in range(IN_FLIGHT):
@@ -292,7 +301,7 @@ def _taken(start: Callable[[], torch.Tensor], seconds: float, device: torch.devi
                 launch.call(comm.WAIT, out)
 
     delays = [
-        _once(lambda: run(is_beside=True), device) - _once(lambda: run(is_beside=False), device)
+        watch.once(lambda: run(is_beside=True)) - watch.once(lambda: run(is_beside=False))
         for _ in range(REPEATS + 1)
     ]
     return certain(delays[1:]) / IN_FLIGHT

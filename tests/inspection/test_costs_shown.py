@@ -97,9 +97,8 @@ class TestRepeatsThatScatter:
         assert not warns or "repeats of the same differ by a factor of 7" in texts[0]
 
     def test_what_scatters_is_noticed(self) -> None:
-        device = torch.device("cpu")
-        calibrate._scatter.clear()
+        watch = calibrate.Stopwatch(torch.device("cpu"))
         for times in ([9.0, 1.0, 5.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 2.0, 6.0, 9.0]):
-            with mock.patch.object(calibrate, "_once", side_effect=times):
-                calibrate._seconds(print, device)
-        assert calibrate._scatter == [1.0, 6.0]
+            with mock.patch.object(watch, "once", side_effect=times):
+                watch.seconds(print)
+        assert watch.scatter == [1.0, 6.0]

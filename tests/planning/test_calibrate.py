@@ -308,18 +308,18 @@ def measured_differently() -> str:
     not fit each other.
     """
     model = fully_shard(torch.nn.Linear(6, 5))
-    original = calibrate._seconds
+    original = calibrate.Stopwatch.seconds
     sizes: list[int] = []
 
     def call(op: Any, *args: Any) -> Any:
         sizes.extend(a.nbytes for a in args if isinstance(a, torch.Tensor))
         return launch.call(op, *args)
 
-    def slower(run: Any, device: torch.device) -> float:
-        return original(run, device) * (1 + 9 * dist.get_rank())
+    def slower(watch: calibrate.Stopwatch, run: Any) -> float:
+        return original(watch, run) * (1 + 9 * dist.get_rank())
 
     with (
-        mock.patch.object(calibrate, "_seconds", slower),
+        mock.patch.object(calibrate.Stopwatch, "seconds", slower),
         mock.patch.object(calibrate, "launch", SimpleNamespace(call=call)),
     ):
         costs = calibrate.calibrate([model._get_fsdp_state().unit.mesh_info])
