@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_made: dict[tuple[type, int, int], Any] = {}
+# By identity, while a unit keeps them, and they keep what they were made of.
+_made: weakref.WeakValueDictionary[tuple[type, int, int], Any] = weakref.WeakValueDictionary()
 
 
 class _Hook:
@@ -24,9 +26,9 @@ class _Hook:
     def of(cls, hook: Callable[..., Any], state: object) -> Any:
         """The same object for the same hook and state, so that it has one key in a graph."""
         key = (cls, id(hook), id(state))
-        if key not in _made:
-            _made[key] = cls(hook, state)
-        return _made[key]
+        made = _made.get(key) or cls(hook, state)
+        _made[key] = made
+        return made
 
 
 class ReduceScatterHook(_Hook):

@@ -181,14 +181,13 @@ class FlatUnit(Unit):
             )
         plain = replace(spec, pre_divide=1.0, post_divide=1.0)
         if spec.group_size > 1:
-            return replace(
-                plain, reduce_algorithm=CUSTOM + REGISTRY.key(ReduceScatterHook.of(hook, state))
-            )
+            key = REGISTRY.key(ReduceScatterHook.of(hook, state), self.brought)
+            return replace(plain, reduce_algorithm=CUSTOM + key)
         return replace(
             plain,
             replicate_size=1,
             replicate_group="",
-            hook=REGISTRY.key(AllReduceHook.of(hook, state)),
+            hook=REGISTRY.key(AllReduceHook.of(hook, state), self.brought),
         )
 
     def sync_gradients(self, value: bool) -> None:

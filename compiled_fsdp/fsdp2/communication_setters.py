@@ -118,7 +118,7 @@ class CommunicationSetters(SetterBase):
         stream = unit.hook_stream if stream is None else stream
         called = hook if stream is None else HookOnStream.of(hook, stream)
         unit.hook_stream = stream
-        self._fsdp_set(recurse=False, all_reduce_hook=REGISTRY.key(called))
+        self._fsdp_set(recurse=False, all_reduce_hook=REGISTRY.key(called, unit.brought))
 
     # -- communications
 
@@ -129,9 +129,9 @@ class CommunicationSetters(SetterBase):
         Raises:
             ValueError: several meshes in the unit.
         """
-        self._fsdp_single_mesh("set_custom_all_gather", "The custom comm")
+        unit = self._fsdp_single_mesh("set_custom_all_gather", "The custom comm").unit
         check_callable("set_custom_all_gather", "comm", comm, "allocate")
-        self._fsdp_set(recurse=False, all_gather=CUSTOM + REGISTRY.key(comm))
+        self._fsdp_set(recurse=False, all_gather=CUSTOM + REGISTRY.key(comm, unit.brought))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce with `comm`: `allocate(size, dtype=, device=)` and `comm(output_tensor=,
@@ -140,9 +140,9 @@ class CommunicationSetters(SetterBase):
         Raises:
             ValueError: several meshes in the unit.
         """
-        self._fsdp_single_mesh("set_custom_reduce_scatter", "The custom comm")
+        unit = self._fsdp_single_mesh("set_custom_reduce_scatter", "The custom comm").unit
         check_callable("set_custom_reduce_scatter", "comm", comm, "allocate")
-        self._fsdp_set(recurse=False, reduce_scatter=CUSTOM + REGISTRY.key(comm))
+        self._fsdp_set(recurse=False, reduce_scatter=CUSTOM + REGISTRY.key(comm, unit.brought))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Buffers from the process group's allocator, where it has one: gloo has none.
@@ -189,9 +189,11 @@ class CommunicationSetters(SetterBase):
         symmetric.begin(
             backend, [*groups, *(group_named(name) for name in unit.reduce_groups.values())]
         )
-        changed = {"all_gather": CUSTOM + REGISTRY.key(symmetric.ALL_GATHER)}
+        changed = {"all_gather": CUSTOM + REGISTRY.key(symmetric.ALL_GATHER, unit.brought)}
         if unit.settings.force_sum:
-            changed["reduce_scatter"] = CUSTOM + REGISTRY.key(symmetric.REDUCE_SCATTER)
+            changed["reduce_scatter"] = CUSTOM + REGISTRY.key(
+                symmetric.REDUCE_SCATTER, unit.brought
+            )
         self._fsdp_set(recurse=False, **changed)
 
     # -- helpers

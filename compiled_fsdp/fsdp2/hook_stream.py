@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_made: dict[tuple[int, int], HookOnStream] = {}
+# By identity, while a unit keeps them, and they keep what they were made of.
+_made: weakref.WeakValueDictionary[tuple[int, int], HookOnStream] = weakref.WeakValueDictionary()
 
 
 class HookOnStream:
@@ -41,9 +43,9 @@ class HookOnStream:
                 "torch.cuda.Stream"
             )
         key = id(hook), id(stream)
-        if key not in _made:
-            _made[key] = cls(hook, stream)
-        return _made[key]
+        made = _made.get(key) or cls(hook, stream)
+        _made[key] = made
+        return made
 
     def __call__(self, reduced: Tensor) -> None:
         """Call the hook."""

@@ -42,7 +42,7 @@ CUSTOM = "custom:"  # before a key in `spec.REGISTRY`: an algorithm that the use
 
 def asked_by(algorithm: str, setter: str) -> str:
     """Returns which setter asked for an algorithm in `REGISTRY`: its `asked_by`, or `setter`."""
-    found: str = getattr(REGISTRY.get(algorithm.removeprefix(CUSTOM), None), "asked_by", setter)
+    found: str = getattr(REGISTRY.get(algorithm.removeprefix(CUSTOM)), "asked_by", setter)
     return found
 
 

@@ -1,11 +1,13 @@
 """Values by the text that stands for them where they cannot go themselves: in the arguments of an
-op, in a traced call (Dynamo passes a string on,
-and the traced code looks the value up), in a store.
+op, in a traced call (Dynamo passes a string on, and the traced code looks the value up), in a
+store.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+import itertools
+import weakref
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,22 +16,20 @@ T = TypeVar("T")
 
 
 class Keys(Generic[T]):
-    """Values by key. Equal values have one key; with `by_identity`, the very same have.
+    """Values by key. Equal values have one key.
 
     name: what a new value is called, given it and how many there are already; a text is put before
         that number.
     """
 
-    def __init__(self, name: str | Callable[[T, int], str], *, by_identity: bool = False) -> None:
+    def __init__(self, name: str | Callable[[T, int], str]) -> None:
         self._name = name
-        self._by_identity = by_identity
-        self._keys: dict[object, str] = {}
-        self._values: dict[str, T] = {}  # alive, so that no identity is used twice
+        self._keys: dict[T, str] = {}
+        self._values: dict[str, T] = {}
 
     def key(self, value: T) -> str:
         """The key of this value, which is entered if it is new."""
-        known = id(value) if self._by_identity else value
-        key = self._keys.get(known)
+        key = self._keys.get(value)
         if key is None:
             number = len(self._keys)
             key = (
@@ -38,7 +38,7 @@ class Keys(Generic[T]):
                 else self._name(value, number)
             )
             self._values[key] = value
-            self._keys[known] = key
+            self._keys[value] = key
         return key
 
     def __getitem__(self, key: str) -> T:
@@ -48,3 +48,43 @@ class Keys(Generic[T]):
     def get(self, key: str, default: T) -> T:
         """The value of a key, if it is one."""
         return self._values.get(key, default)
+
+
+class Brought:
+    """What users brought to be called, by key: the very same has one key. Whoever uses it keeps it,
+    so that it goes with the last of them, and what it holds (a trainer, error feedback as large as
+    the model) with it.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._keys: dict[int, str] = {}
+        self._values: dict[str, Callable[[], Any]] = {}
+
+    def key(self, value: Any, kept_by: list[Any]) -> str:
+        """The key of this value, which is entered if it is new, and kept in a list of its user's.
+
+        An object that can have no weak reference is kept here, too.
+        """
+        if not any(kept is value for kept in kept_by):
+            kept_by.append(value)
+        if id(value) not in self._keys:
+            key = f"{type(value).__name__}#{next(self._numbers)}"
+            try:
+                self._values[key] = weakref.ref(value)
+                weakref.finalize(value, self._forget, id(value), key).atexit = False
+            except TypeError:
+                self._values[key] = lambda: value
+            self._keys[id(value)] = key
+        return self._keys[id(value)]
+
+    def _forget(self, identity: int, key: str) -> None:
+        del self._keys[identity], self._values[key]
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of a key that `key` has returned, while somebody keeps it."""
+        return self._values[key]()
+
+    def get(self, key: str) -> Any:
+        """The value of a key; None if it is none."""
+        return self._values[key]() if key in self._values else None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .keys import Keys
+from .keys import Brought, Keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,8 +34,8 @@ NEXT = "next"  # `ParamSpec.overlap`
 AGAIN = "again"  # `ParamSpec.reshard`
 
 # What users gave us to call (custom communications, all-reduce hooks), by the key that stands in an
-# op's arguments.
-REGISTRY: Keys[Any] = Keys(lambda thing, n: f"{type(thing).__name__}#{n}", by_identity=True)
+# op's arguments; the units that they were given to keep it.
+REGISTRY = Brought()
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,8 @@ class Unit:
         self._call_nobody()
         # The stream of the user's all-reduce hook.
         self.hook_stream: Any = None
+        # What the user has brought for it to call, see `spec.REGISTRY`.
+        self.brought: list[Any] = []
         self.post_meshes: dict[MeshInfo, DeviceMesh] = {}
         self.reduce_groups: dict[MeshInfo, str] = {}
         # Units whose explicit prefetch lists name this one.

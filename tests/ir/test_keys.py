@@ -1,10 +1,11 @@
-"""`Keys`: equal values have one key, or the very same; a key brings its value back."""
+"""Equal values have one key, or the very same; a key brings its value back."""
 
 import hashlib
+from typing import Any
 
 import pytest
 
-from compiled_fsdp.ir.keys import Keys
+from compiled_fsdp.ir.keys import Brought, Keys
 
 
 def test_equal_values_have_one_key():
@@ -15,17 +16,37 @@ def test_equal_values_have_one_key():
         keys["view2"]
 
 
-def test_by_identity():
-    """What users bring may compare as it likes, or have no hash at all."""
+def test_what_users_brought_goes_with_its_users():
+    """It may compare as it likes, or have no hash at all."""
 
     class Hook(list):  # type: ignore[type-arg]
         pass
 
-    keys: Keys[Hook] = Keys(lambda hook, n: f"{type(hook).__name__}#{n}", by_identity=True)
+    brought, one, other = Brought(), list[Any](), list[Any]()
     first, second = Hook(), Hook()
     assert first == second
-    assert [keys.key(hook) for hook in (first, second, first)] == ["Hook#0", "Hook#1", "Hook#0"]
-    assert keys["Hook#1"] is second
+    keys = [brought.key(hook, one) for hook in (first, second, first)]
+    assert keys == ["Hook#0", "Hook#1", "Hook#0"]
+    assert len(one) == 2
+    assert brought["Hook#1"] is second
+    assert brought.key(first, other) == "Hook#0"
+    del first, second
+    one.clear()
+    assert brought.get("Hook#0") is other[0]
+    assert brought.get("Hook#1") is None
+    other.clear()
+    assert brought.get("Hook#0") is None
+    assert brought.key(Hook(), one) == "Hook#2"
+
+
+def test_what_has_no_weak_reference_stays():
+    class Slim:
+        __slots__ = ()
+
+    brought, kept = Brought(), list[Any]()
+    key = brought.key(Slim(), kept)
+    kept.clear()
+    assert isinstance(brought[key], Slim)
 
 
 def test_by_digest():

@@ -23,7 +23,7 @@ from compiled_fsdp.wire.symmetric import ALL_GATHER
 
 (SAMPLE,) = unit("u", {"w": (5, 3)}, world=4, reshard="slice", post_size=2, post_group="post")
 
-SYMMETRIC = CUSTOM + REGISTRY.key(ALL_GATHER)
+SYMMETRIC = CUSTOM + REGISTRY.key(ALL_GATHER, [])
 
 
 def test_options_are_those_that_specs_come_from() -> None:
