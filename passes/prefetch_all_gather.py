@@ -58,30 +58,11 @@ def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     regions = sorted(
         (r for r in find_regions(graph, "gather") if r.starts), key=lambda r: r.waits[0]
     )
-    after = [r.spec.backward_after if r.is_in_backward else r.spec.forward_after for r in regions]
     names = ["backward_prefetch" if r.is_in_backward else "prefetch" for r in regions]
-    distances = [plan.distance(name) for name in names]
-    if not any(after) and all(distance is None for distance in distances):
-        if regions:
-            assert plan.costs is not None
-            consume(gm, "Plan.costs")
-            anchors = gather_anchors(graph, plan.costs)
-        decided = [(region, anchors[region.starts[0]]) for region in regions]
+    if not any(map(_after, regions)) and all(plan.distance(name) is None for name in names):
+        decided = _from_costs(gm, plan, regions)
     else:
-        by_default = [
-            DISTANCES[name] if distance is None else distance
-            for name, distance in zip(names, distances, strict=True)
-        ]
-        begin = {
-            name: beginnings(
-                graph, [r for r, its in zip(regions, names, strict=True) if its == name]
-            )
-            for name in dict.fromkeys(names)
-        }
-        decided = decide(regions, by_default, after, [begin[name] for name in names])
-        _note_lists(
-            gm, [(name, units, begin[name]) for name, units in zip(names, after, strict=True)]
-        )
+        decided = _by_distance(gm, plan, regions, names)
     for name in dict.fromkeys(names):
         consume(gm, f"Plan.{name}")
     for region, anchor in bounded(decided):
@@ -94,6 +75,41 @@ def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
         if before is not None or all(n < anchor for n in region.sources):
             move_before([n for n in moved if anchor < n], anchor)
     return gm
+
+
+def _from_costs(gm: GraphModule, plan: Plan, regions: list[Region]) -> list[tuple[Region, Node]]:
+    """Pairs (all-gather, the node that it starts before), in order."""
+    if not regions:
+        return []
+    assert plan.costs is not None
+    consume(gm, "Plan.costs")
+    anchors = gather_anchors(gm.graph, plan.costs)
+    return [(region, anchors[region.starts[0]]) for region in regions]
+
+
+def _by_distance(
+    gm: GraphModule, plan: Plan, regions: list[Region], names: list[str]
+) -> list[tuple[Region, Node]]:
+    """The same by explicit lists, or else by the distance of these names for each."""
+    after = [_after(region) for region in regions]
+    given = [plan.distance(name) for name in names]
+    distances = [
+        DISTANCES[name] if distance is None else distance
+        for name, distance in zip(names, given, strict=True)
+    ]
+    begin = {
+        name: beginnings(
+            gm.graph, [r for r, its in zip(regions, names, strict=True) if its == name]
+        )
+        for name in dict.fromkeys(names)
+    }
+    _note_lists(gm, [(name, units, begin[name]) for name, units in zip(names, after, strict=True)])
+    return decide(regions, distances, after, [begin[name] for name in names])
+
+
+def _after(region: Region) -> tuple[str, ...]:
+    """The units whose explicit lists name this one, in its direction."""
+    return region.spec.backward_after if region.is_in_backward else region.spec.forward_after
 
 
 def bounded(decided: list[tuple[Region, Node]]) -> list[tuple[Region, Node]]:
