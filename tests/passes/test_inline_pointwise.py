@@ -236,7 +236,10 @@ def test_what_is_gone_by_then_does_not_live_on(is_read_later: bool) -> None:
             return self.hand(convert, self.sums[i], torch.float32)
 
         def finish(self) -> None:
-            for each in (*self.sums, *((t for both in self.terms for t in both) if is_read_later else ())):
+            for each in (
+                *self.sums,
+                *((t for both in self.terms for t in both) if is_read_later else ()),
+            ):
                 self.hand(aten.mm.default, each, each)
 
     gm = EarlySums().made()
