@@ -49,12 +49,18 @@ def run(settings: Settings, screen: Screen) -> Report:
             variables = build(Path(folder))
         except RuntimeError as error:
             raise HostsError(str(error)) from error
-        found = {}
+        found: dict[Way, dict[str, Any]] = {}
+        failed: list[str] = []
         for way in ways:
             screen.line(f"gpu_memory: {way.name}")
-            found[way] = each = peak(way, variables)
+            try:
+                found[way] = each = peak(way, variables)
+            except (RuntimeError, TimeoutError) as error:
+                screen.line(f"  failed: {error}")
+                failed.append(f"{way.name}: failed.")
+                continue
             screen.line(f"  peak {gib(each['peak'])} GiB, reserved {gib(each['reserved'])}")
-    return report(found)
+    return report(found, failed)
 
 
 def _asked() -> list[tuple[str, int, str]]:
@@ -85,7 +91,7 @@ def _path() -> str:
     return os.environ.get("PYTHONPATH", "")
 
 
-def report(found: Mapping[Way, dict[str, Any]]) -> Report:
+def report(found: Mapping[Way, dict[str, Any]], failed: Sequence[str] = ()) -> Report:
     """A table for each model; ratios are to stock's peak, and of the prediction to the peak."""
     tables, panels = [], []
     for size in dict.fromkeys(way.size for way in found):
@@ -100,7 +106,7 @@ def report(found: Mapping[Way, dict[str, Any]]) -> Report:
         bars = {name: {"peak": each["peak"] / 2**30} for name, each in mine.items()}
         panels.append(Panel(table.title, "GiB", bars))
     names = dict.fromkeys(way.variant for way in found)
-    notes = [*NOTES, *(f"**{name}**: {VARIANTS[name].summary}." for name in names)]
+    notes = [*failed, *NOTES, *(f"**{name}**: {VARIANTS[name].summary}." for name in names)]
     return Report("gpu_memory", "Peak memory on a device, without one", tables, panels, notes)
 
 

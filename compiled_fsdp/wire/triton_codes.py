@@ -72,8 +72,10 @@ def sum_rows(part: Tensor, out: Tensor, codes: torch.dtype) -> None:
 @triton.jit
 def _codes_at(part, IS_INT: tl.constexpr):
     if IS_INT:
-        return part.to(tl.pointer_type(tl.int8), bitcast=True)
-    return part.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+        codes = part.to(tl.pointer_type(tl.int8), bitcast=True)
+    else:
+        codes = part.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+    return codes
 
 
 @triton.jit
