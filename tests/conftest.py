@@ -43,6 +43,8 @@ os.environ["COMPILED_FSDP_VERIFY"] = (
 )
 # Else each process that imports Inductor starts another, which imports torch: 3 s of a core.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# As in `use_scalar_kernels`, or they would precompile other headers.
+os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,7 +70,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Have Python look for garbage as rarely as in `pool.py`, and not among what is imported."""
+    """Have Python look for garbage rarely, and not among what is imported; more often than in
+    `pool.py`, since nothing collects after each test.
+    """
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 

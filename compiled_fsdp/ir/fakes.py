@@ -1,15 +1,15 @@
 """What an op yields for fake tensors: asked once for each way that its arguments look.
 
-A layer looks like the next one, and a trial like the graph that it tries, so that passes insert the
-same few hundred calls by the ten thousand. Asking torch takes four times as long as making a
-result again that looks as it did, and shares storage with the same argument.
+A layer looks like the next one, a trial like the graph that it tries, and backward or the graph of
+other lengths like forward, so that passes insert the same few hundred calls by the ten thousand.
+Asking torch takes four times as long as making a result again that looks as it did, and shares
+storage with the same argument. As in torch's own cache, what is known is known in every mode.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 NAMESPACES = ("aten", "prims", "_c10d_functional")
 PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.memory_format)
 
-# By mode, and then by call: what the result looks like, and which argument it is a view of.
-_known: WeakKeyDictionary[Any, dict[Hashable, tuple[fakes.Look, int | None]]] = WeakKeyDictionary()
+MOST = 1 << 12  # calls that are known: some 15 MB
+
+# By call: what the result looks like, and which argument it is a view of.
+_known: dict[Hashable, tuple[fakes.Look, int | None]] = {}
 
 
 def run(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -38,14 +40,16 @@ def run(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if key is None or mode is None:
         mode = mode or next((m for m in map(fakes.mode_of, _tensors(args)) if m), None)
         return _ask(mode, op, args, kwargs)
-    known = _known.setdefault(mode, {})
-    if (op, key) in known:
-        look, place = known[op, key]
+    call = op, key, torch.get_default_dtype()  # which a quotient of whole numbers has
+    if call in _known:
+        look, place = _known[call]
         return fakes.alike(mode, look, None if place is None else tensors[place])
     result = _ask(mode, op, args, kwargs)
     found = _described(result, tensors)
     if found is not None:
-        known[op, key] = found
+        if len(_known) == MOST:
+            _known.clear()
+        _known[call] = found
     return result
 
 

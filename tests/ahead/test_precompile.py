@@ -141,16 +141,16 @@ def same_as_compiled(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str]]:
-    """A folder of all cases for two ranks, compiled by one process, and the SHA-256 of each."""
+    """A folder of all cases, compiled by one process, and the SHA-256 of each."""
     folder = tmp_path_factory.mktemp("made")
-    return str(folder), precompile(2, folder, *TWO, "other_plan", "inductor")
+    return str(folder), precompile(folder, *TWO, "other_plan", "inductor", "experts")
 
 
 @pytest.fixture(scope="module")
 def made_more(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str]]:
     """The same of what `make test` leaves out."""
     folder = tmp_path_factory.mktemp("more")
-    return str(folder), precompile(2, folder, *MORE)
+    return str(folder), precompile(folder, *MORE, "hsdp", "tensor_parallel")
 
 
 @pytest.mark.parametrize("name", [*TWO, *MORE])
@@ -171,8 +171,9 @@ def test_what_is_counted() -> None:
     assert {*calls} | {"passes"} == {*COMPILERS.values()}
 
 
-def test_with_replicas(four: Pool, tmp_path: Path) -> None:
-    four.run(same_as_compiled, "hsdp", str(tmp_path), precompile(4, tmp_path, "hsdp")["hsdp"])
+def test_with_replicas(four: Pool, made_more: tuple[str, dict[str, str]]) -> None:
+    folder, digests = made_more
+    four.run(same_as_compiled, "hsdp", folder, digests["hsdp"])
 
 
 def test_some_ranks_read(two: Pool, made: tuple[str, dict[str, str]]) -> None:
@@ -219,25 +220,24 @@ def what_readers_say(folder: str, sha256: str) -> list[str]:
     return found
 
 
-def test_with_tensor_parallelism(four: Pool, tmp_path: Path) -> None:
+def test_with_tensor_parallelism(four: Pool, made_more: tuple[str, dict[str, str]]) -> None:
     """Ranks that differ along "tp" have programs of their own, since parts of the vocabulary and of
     the sequence begin elsewhere; those that differ along "dp" share one. One rank alone sees the
     folder: it sends it to two others, of which one sends it to the last.
     """
-    digests = precompile(4, tmp_path, "tensor_parallel")
-    manifest = json.loads((tmp_path / "tensor_parallel" / "manifest.json").read_text())
+    folder, digests = made_more
+    manifest = json.loads(Path(folder, "tensor_parallel", "manifest.json").read_text())
     ranks = {(p["mode"], *p["ranks"]) for p in manifest["programs"]}
     assert ranks == {(mode, *of) for mode in ("training", "inference") for of in ((0, 2), (1, 3))}
-    sha256 = digests["tensor_parallel"]
-    four.run(same_as_compiled, "tensor_parallel", str(tmp_path), sha256, (1,))
+    four.run(same_as_compiled, "tensor_parallel", folder, digests["tensor_parallel"], (1,))
 
 
-def test_with_experts(four: Pool, tmp_path: Path) -> None:
+def test_with_experts(four: Pool, made: tuple[str, dict[str, str]]) -> None:
     """One program for all ranks, which exchange as many tokens as they have for each other."""
-    sha256 = precompile(4, tmp_path, "experts")["experts"]
-    manifest = json.loads((tmp_path / "experts" / "manifest.json").read_text())
+    folder, digests = made
+    manifest = json.loads(Path(folder, "experts", "manifest.json").read_text())
     assert [sorted(p["ranks"]) for p in manifest["programs"]] == [[0, 1, 2, 3]] * 2
-    four.run(same_as_compiled, "experts", str(tmp_path), sha256)
+    four.run(same_as_compiled, "experts", folder, digests["experts"])
 
 
 @pytest.mark.timeout(SLOW)

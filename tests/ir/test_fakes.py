@@ -93,6 +93,37 @@ def test_near_miss() -> None:
     assert not isinstance(fakes.run(aten.add.Tensor, (torch.ones(2), 1), {}), type(x))
 
 
+def test_known_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one graph has asked for, the next one knows, whose mode is another; a default dtype
+    decides what a quotient is; a full table is begun anew.
+    """
+    asked: list[list[object]] = []
+    made: list[Any] = []
+    monkeypatch.setattr(fakes, "MOST", 2)
+    monkeypatch.setattr(fakes, "_known", {})
+
+    def call(op: Any, *args: Any) -> None:
+        with Asked() as here:
+            made.append(fakes.run(op, args, {}))
+        asked.append(here.ops)
+
+    for default in (torch.float32, torch.float32, torch.float64):
+        torch.set_default_dtype(default)
+        try:
+            with FakeTensorMode() as mode:
+                x = torch.empty(6, dtype=torch.int64)
+            call(aten.div.Tensor, x, 7)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert made[-1].fake_mode is mode
+    assert [each.dtype for each in made] == [torch.float32, torch.float32, torch.float64]
+    assert [aten.div.Tensor in ops for ops in asked] == [True, False, True]
+    call(aten.div.Tensor, x, 9)  # the third of two
+    call(aten.div.Tensor, x, 7)
+    call(aten.div.Tensor, x, 9)
+    assert [aten.div.Tensor in ops for ops in asked[3:]] == [True, True, False]
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_made_without_the_constructor_as_by_it(device: str) -> None:
     """Attributes and dispatch keys, of the first, which is made by it, and of those behind it."""

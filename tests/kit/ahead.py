@@ -1,6 +1,6 @@
 """Models that one process compiles ahead and others load, and the first of these: `python
-tests/kit/ahead.py WORLD FOLDER CASE ...` compiles each case into a folder of its name, as one rank
-of a world that is not there.
+tests/kit/ahead.py FOLDER CASE ...` compiles each case into a folder of its name, as one rank of a
+world that is not there.
 """
 
 from __future__ import annotations
@@ -245,6 +245,7 @@ class Case:
 
     build: Callable[[], Any]
     example: Callable[[], tuple[Any, ...]]
+    world: int = 2
     backend: str = "compiled_fsdp_eager"
     bucket_bytes: int = 0  # as the pool's workers have it
     build_stock: Callable[[], Any] | None = None
@@ -283,25 +284,25 @@ def _tokens() -> tuple[Tensor, ...]:
 
 CASES = {
     "plain": Case(plain, _numbers),
-    "inductor": Case(of_one_block, _numbers, "compiled_fsdp"),
+    "inductor": Case(of_one_block, _numbers, backend="compiled_fsdp"),
     "lengths": Case(of_one_block, _of_any_length),
     "bfloat16": Case(bfloat16, _numbers),
     "tied": Case(tied, _tokens),
     "fsdp1": Case(fsdp1, _numbers),
-    "hsdp": Case(hsdp, _numbers),
+    "hsdp": Case(hsdp, _numbers, 4),
     "tensor_parallel": Case(
-        tensor_parallel, _sequence, build_stock=tensor_parallel_of_stock, same_data=2
+        tensor_parallel, _sequence, 4, build_stock=tensor_parallel_of_stock, same_data=2
     ),
-    "experts": Case(experts, _numbers),
+    "experts": Case(experts, _numbers, 4),
     "other_plan": Case(plain, _numbers, bucket_bytes=1 << 20),
 }
 
 
-def precompile(world: int, folder: Path, *names: str) -> dict[str, str]:
+def precompile(folder: Path, *names: str) -> dict[str, str]:
     """Compile cases ahead in a process of its own; the SHA-256 of each."""
     paths = [str(KIT.parents[1]), str(KIT.parents[2]), os.environ.get("PYTHONPATH", "")]
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
-    command = [sys.executable, "-m", "kit.ahead", str(world), str(folder), *names]
+    command = [sys.executable, "-m", "kit.ahead", str(folder), *names]
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=600, check=False
     )
@@ -310,16 +311,19 @@ def precompile(world: int, folder: Path, *names: str) -> dict[str, str]:
     return found
 
 
-def main(world: str, folder: str, *names: str) -> None:
+def main(folder: str, *names: str) -> None:
     """Compile cases ahead, one after the other: units of the second have other numbers."""
     from kit import ahead  # classes of this module, not of `__main__`
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     use_scalar_kernels()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=int(world))
     found = {}
     for name in names:
         case = ahead.CASES[name]
+        if dist.is_initialized() and dist.get_world_size() != case.world:
+            dist.destroy_process_group()
+        if not dist.is_initialized():
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world)
         target = compiled_fsdp.Target(backend=case.backend)
         with compiled_fsdp.planned(bucket_bytes=case.bucket_bytes):
             found[name] = compiled_fsdp.precompile(

@@ -189,7 +189,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         plan = compiled_fsdp.current_plan()
         gc.freeze()  # or every test pays for looking through all of torch again
         gc.set_threshold(
-            50_000, 20, 100
+            500_000, 20, 100
         )  # a compilation allocates much and leaves little in cycles; `forget` collects
         pipe.send(("ok", None))
         while True:
@@ -207,11 +207,13 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
 
 def use_scalar_kernels() -> None:
     """Have Inductor write loops without vectors: half the C++ to compile. What we hand to Inductor,
-    and the order that it keeps, are the same.
+    and the order that it keeps, are the same. Lines for a debugger are another tenth.
     """
     import torch._inductor.config as inductor_config
 
     inductor_config.cpp.simdlen = 1
+    if hasattr(inductor_config.aot_inductor, "enable_line_tables"):  # since torch 2.13
+        inductor_config.aot_inductor.enable_line_tables = False
 
 
 def compile_quickly() -> None:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from kit.pool import Pool
 
-WIDTH, ROWS, LAYERS, NUM_PARAMS = 16, 32, 3, 6  # parameters of a layer
+WIDTH, ROWS, LAYERS, NUM_PARAMS = 16, 32, 2, 6  # parameters of a layer
 EAGER = "compiled_fsdp_eager"
 FAST = Costs(1e9, 1e9, 1e-6, (("", Link(1e-6, 1e9)),), host=1e10)
 LEAST: dict[str, Any] = {"memory_budget": 0.0, "costs": FAST}
