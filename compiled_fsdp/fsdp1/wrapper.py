@@ -141,7 +141,7 @@ class FullyShardedDataParallel(Called, AtRest):
     def _fsdp_after_call(self) -> None:
         self._fsdp_state.end_call()
 
-    def _fsdp_after_error(self, error: Exception) -> None:
+    def _fsdp_after_error(self, error: BaseException) -> None:
         if self._is_root and not in_backward():
             note_raised(error)
 
