@@ -142,6 +142,7 @@ class FullyShardedDataParallel(Called, AtRest):
         self._fsdp_state.end_call()
 
     def _fsdp_after_error(self, error: BaseException) -> None:
+        self._fsdp_runtime().end_failed_forward()
         if self._is_root and not in_backward():
             note_raised(error)
 

@@ -63,24 +63,24 @@ def test_a_backward_that_raises(two: Pool) -> None:
     two.run(beside_eagerly, dropped)
 
 
-def stopped(side: Side) -> None:
-    """Ctrl-C in a forward, which is no Exception: the step of the gradients that were there is
-    taken, and the next forward finds what it has made.
+def stopped(side: Side, by: type[BaseException], front_end: str) -> None:
+    """A forward is ended by this: the step of the gradients that were there is taken, and the next
+    forward finds what it has made.
     """
-    model = side.shard(Net(), "a", "b")
-    is_stopped = False
+    model, is_stopped = Net(), False
 
     def stop(module: object, args: object) -> None:
         if is_stopped:
-            raise KeyboardInterrupt
+            raise by
 
     model.b.register_forward_pre_hook(stop)
+    model = getattr(side, front_end)(model, "a", "b")
     optimizer = side.sgd(model.parameters())
     for step in range(3):
         model(side.batch(step)).square().mean().backward()
         is_stopped = step == 1
         if is_stopped:
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(by):
                 model(side.batch(10 + step))
         is_stopped = False
         optimizer.step()
@@ -90,8 +90,11 @@ def stopped(side: Side) -> None:
         side.note_params(model)
 
 
-def test_a_forward_that_is_interrupted(two: Pool) -> None:
-    two.run(beside_eagerly, stopped)
+@pytest.mark.parametrize("front_end", ["shard", "wrap"])
+@pytest.mark.parametrize("by", [ValueError, KeyboardInterrupt])
+def test_a_forward_that_is_ended(two: Pool, by: type[BaseException], front_end: str) -> None:
+    """Ctrl-C is no Exception."""
+    two.run(beside_eagerly, stopped, by, front_end)
 
 
 class Dropping(Net):
@@ -125,5 +128,5 @@ def test_a_gather_that_a_forward_did_not_use(two: Pool) -> None:
     two.run(beside_eagerly, unused)
 
 
-def beside_eagerly(script: Callable[[Side], None]) -> None:
-    beside(script, kinds=("eager",))
+def beside_eagerly(script: Callable[..., None], *args: Any) -> None:
+    beside(script, *args, kinds=("eager",))
