@@ -98,22 +98,23 @@ class FullParams:
         self.is_agreed = self.asks_anew = False
         self.freed: list[tuple[Tensor, int]] = []
 
-    def start_unshard(self) -> None:
-        """Start to gather ahead of use, unless gathered or under way already."""
-        self._start_ahead()
+    def start_unshard(self) -> bool:
+        """Start to gather ahead of use; not if gathered or under way already."""
+        is_started = self._start_ahead()
         self._start_collectives()
+        return is_started
 
-    def start_copies(self) -> None:
+    def start_copies(self) -> bool:
         """Start what comes before the gathers: to copy what rests on the host."""
-        if any(param.spec.device for param in self.unit.params):
-            self._start_ahead()
+        return any(param.spec.device for param in self.unit.params) and self._start_ahead()
 
-    def _start_ahead(self) -> None:
+    def _start_ahead(self) -> bool:
         if self.is_unsharded or self._has_pending():
-            return
+            return False
         self._start()
         if not in_backward():  # what runs between here and a forward may write to parameters
             self._sum_up(IN_FORWARD)
+        return True
 
     def _start_collectives(self) -> None:
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -295,6 +296,13 @@ class FullParams:
         for flat in self.unit.flats:
             if not (is_end_of_backward and flat.is_stepped):
                 flat.drop_ahead()
+
+    def outdate_pending(self) -> None:
+        """Let gathers under way not be used: whoever needs the parameters drops them, and gathers
+        anew.
+        """
+        if self.pending or self.pending_extensions:
+            self.pending_versions = []
 
     def _has_pending(self) -> bool:
         if (

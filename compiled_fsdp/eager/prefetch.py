@@ -23,10 +23,11 @@ def in_forward(runtime: Runtime) -> None:
     )
     by_default = [following] if following is not None and may_prefetch else []
     for target in runtime.prefetch["forward"] or by_default:
-        target.start_unshard()
+        if target.start_unshard() and not runtime.prefetch["forward"]:
+            tree.ahead.append(target)
     after = tree.next_forward.get(following) if following is not None else None
-    if by_default and after is not None and not after.is_apart:
-        after.start_copies()
+    if by_default and after is not None and not after.is_apart and after.start_copies():
+        tree.ahead.append(after)
 
 
 def in_backward(runtime: Runtime) -> None:

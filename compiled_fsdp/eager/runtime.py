@@ -207,6 +207,7 @@ class Runtime(FullParams):
                     if runtime.has_run:  # a list unit of which this forward left out a member
                         runtime._end_of_forward()
                 transformed.end_of_forward(self.tree)
+                self.tree.end_forward()
             if self.num_gathered <= NUM_LOOKED:
                 say_what_is_emptied(self.unit, self._own_memory(), output)
             return self._watch_outputs(output)
@@ -229,6 +230,8 @@ class Runtime(FullParams):
         self.watched = ()
         for runtime in (*self.lenders, self):
             runtime.close()
+        if self.unit.is_outermost:
+            self.tree.end_forward()
 
     def _end_of_forward(self) -> None:
         self.has_run.clear()

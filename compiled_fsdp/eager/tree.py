@@ -71,6 +71,7 @@ class Tree:
     double_step: how often optimizers had stepped then.
     is_recorded: whether the last forward of the outermost module began in grad mode.
     entered: units in the order in which their last forwards began.
+    ahead: units whose gathers the running forward has started, by no list of the user's.
     clock: of its optimizer's steps.
     finalization: what the end of a backward does.
     post_optim_event: what the next forward's gathers are to wait for, beside what the current
@@ -93,6 +94,7 @@ class Tree:
         self.transformed_before: dict[Runtime, None] = {}
         self.double_step = 0
         self.entered: dict[Runtime, None] = {}
+        self.ahead: list[Runtime] = []
         self.post_optim_event: torch.Event | None = None
         self.is_last_backward = True
         self.has_callback = self.delivers = self.is_recorded = self.creates_graph = (
@@ -219,6 +221,15 @@ class Tree:
             self.in_flight.popleft().finish(self.arriving, may_leave=True)
         while self.arriving:
             self.arriving.pop().finish()
+
+    def end_forward(self) -> None:
+        """A forward of an outermost module has ended, be it by an exception: what it has started to
+        gather and not used (a layer that it dropped) is not for another, before which parameters
+        may be written to. Ranks of which only some raise go on with the same gathers.
+        """
+        for runtime in self.ahead:
+            runtime.outdate_pending()
+        self.ahead.clear()
 
     def recover(self) -> None:
         """Before a forward. If a backward began and never ended, an exception ended it: `reset`."""

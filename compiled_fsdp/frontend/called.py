@@ -53,7 +53,7 @@ class Called:
                     return call(self, args, kwargs)
                 except LeftGraph as error:
                     leave_graph(self, error)
-                except Exception as error:
+                except BaseException as error:  # an interrupt ends a call halfway, too
                     _after_error(self, error)
                     raise
         finally:
@@ -77,7 +77,7 @@ class Called:
         """What gathers its unit in eager mode."""
         raise NotImplementedError
 
-    def _fsdp_after_error(self, error: Exception) -> None:
+    def _fsdp_after_error(self, error: BaseException) -> None:
         """The call has raised; may raise something clearer."""
         raise NotImplementedError
 
@@ -111,7 +111,7 @@ def call_method(module: Any, method: Callable[..., Any], args: Any, kwargs: Any)
     under_way = _begin(module)
     try:
         return method(args, kwargs)
-    except Exception as error:
+    except BaseException as error:
         _after_error(module, error)
         raise
     finally:
@@ -147,7 +147,7 @@ def _is_under_way(module: Any) -> bool:
 
 
 @untraced
-def _after_error(module: Any, error: Exception) -> None:
+def _after_error(module: Any, error: BaseException) -> None:
     module._fsdp_after_error(error)
 
 

@@ -165,7 +165,7 @@ def compile_step(
         **({"meshes": _meshes_of(units)} if clip is not None or scaling is not None else {}),
     }
     step = Step(model, units, optimizers, ignored, loss_fn, wanted, backend, dynamic, mode, patches)
-    step.runtime = states[0].runtime
+    step.runtimes = [state.runtime for state in states]
     step.keeps_grads = keep_grads
     step.scaling, step.schedules = scaling, schedules
     return step

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.errors import shortened
 from compiled_fsdp.optim.muon import Muon
-from compiled_fsdp.units.registered import unwatched
+from compiled_fsdp.units.registered import sharded_behind, unwatched
 from compiled_fsdp.wire.ignored import Ignored
 
 from .optimizers import LOOP
@@ -41,8 +41,9 @@ class IgnoredParams:
         self._find({id(each) for unit in units for p in unit.params for each in p.held_as})
 
     def _find(self, sharded: set[int]) -> None:
-        with unwatched():
-            named = [(n, p) for n, p in self._model.named_parameters() if id(p) not in sharded]
+        with unwatched():  # among them full ones, which a forward has left for a backward
+            others = [(n, p) for n, p in self._model.named_parameters() if id(p) not in sharded]
+        named = [(n, p) for n, p in others if sharded_behind(p) is None]
         for name, param in named:
             if param.requires_grad and isinstance(param, DTensor):
                 _check_placements(name, param)

@@ -253,7 +253,7 @@ class State:
         for flat in read:
             flat.end_read()
 
-    def after_error(self, error: Exception) -> None:
+    def after_error(self, error: BaseException) -> None:
         """A call of this unit has raised: graphs gather for themselves again; raise a clearer
         error, where there is one.
         """

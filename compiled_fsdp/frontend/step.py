@@ -63,7 +63,7 @@ class Step:
     num_batches: micro-batches of each step.
     is_running: whether a step is being taken.
     keeps_grads: whether parameters keep their gradients until the next step.
-    runtime: of one of its units, which knows how many steps there were.
+    runtimes: of its units, which know how many steps there were.
     scaling: of losses and gradients, if there is a scaler.
     schedules: stepped behind each step.
     captures: of it as CUDA graphs, if there are any.
@@ -91,7 +91,7 @@ class Step:
         self.optimizers = optimizers
         self._units = units
         self.keeps_grads = False
-        self.runtime: Runtime | None = None
+        self.runtimes: Sequence[Runtime] = ()
         self._ignored = ignored
         self._updated: dict[FlatBuffer | Ignored, None] = {}
         self._kept: dict[nn.Parameter, tuple[int, int]] = {}
@@ -256,6 +256,7 @@ class Step:
     def _check(self) -> None:
         """What a graph cannot see, and the loop would have done."""
         check_trainable(self._model)
+        self._drop_left_over()
         params = self._held()
         self.optimizers.check_ready()
         if self.captures is not None:
@@ -274,9 +275,17 @@ class Step:
                 own.grad = None
             check_gradient(p.fqn, own)
 
+    def _drop_left_over(self) -> None:
+        """What an eager forward has left for a backward that has not come, or `unshard()`, is not
+        what there is after the step: whoever goes through the parameters is to find that.
+        """
+        for runtime in self.runtimes:
+            if runtime.is_unsharded:
+                runtime.reshard()
+
     def _judge(self) -> None:
         """Called by a graph, once all gradients are reduced and nothing is updated."""
-        steps = self.runtime.tree.clock.count if self.runtime is not None else 0
+        steps = self.runtimes[0].tree.clock.count if self.runtimes else 0
         compare(self._units, steps + 1)
 
     def _update(

@@ -142,7 +142,8 @@ class FullyShardedDataParallel(Called, AtRest):
     def _fsdp_after_call(self) -> None:
         self._fsdp_state.end_call()
 
-    def _fsdp_after_error(self, error: Exception) -> None:
+    def _fsdp_after_error(self, error: BaseException) -> None:
+        self._fsdp_runtime().end_failed_forward()
         if self._is_root and not in_backward():
             note_raised(error)
 

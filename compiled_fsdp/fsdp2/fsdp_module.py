@@ -81,7 +81,7 @@ class FSDPModule(Called, NotInsideTheWrapper, Setters, CommunicationSetters, Sto
     def _fsdp_runtime(self) -> Runtime:
         return self._fsdp_own().runtime
 
-    def _fsdp_after_error(self, error: Exception) -> None:
+    def _fsdp_after_error(self, error: BaseException) -> None:
         self._fsdp_own().after_error(error)
 
     def _fsdp_after_call(self) -> None:

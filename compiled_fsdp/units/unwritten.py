@@ -113,9 +113,10 @@ class ReadByGraphs:
 
     def _is_known(self, run: int) -> bool:
         """Whether a run was recorded in a call that `versions` is about. A function that is
-        compiled around a model, or instead of it, reads as well.
+        compiled around a model, or instead of it, reads as well; one that has backward in it
+        (`compile_step`) is run by no autograd, and reads what it is about itself.
         """
-        return run == -1 or any(
+        return any(
             first <= run and (behind is None or run < behind) for first, behind in self.calls
         )
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from kit.beside import Net, Side, beside
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kit.pool import Pool
 
 
@@ -57,8 +60,73 @@ def evaluated(side: Side, model: Any) -> list[str]:
 
 
 def test_a_backward_that_raises(two: Pool) -> None:
-    two.run(eager)
+    two.run(beside_eagerly, dropped)
 
 
-def eager() -> None:
-    beside(dropped, kinds=("eager",))
+def stopped(side: Side, by: type[BaseException], front_end: str) -> None:
+    """A forward is ended by this: the step of the gradients that were there is taken, and the next
+    forward finds what it has made.
+    """
+    model, is_stopped = Net(), False
+
+    def stop(module: object, args: object) -> None:
+        if is_stopped:
+            raise by
+
+    model.b.register_forward_pre_hook(stop)
+    model = getattr(side, front_end)(model, "a", "b")
+    optimizer = side.sgd(model.parameters())
+    for step in range(3):
+        model(side.batch(step)).square().mean().backward()
+        is_stopped = step == 1
+        if is_stopped:
+            with pytest.raises(by):
+                model(side.batch(10 + step))
+        is_stopped = False
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            side.note("evaluated", model(side.batch(20 + step)))
+        side.note_params(model)
+
+
+@pytest.mark.parametrize("front_end", ["shard", "wrap"])
+@pytest.mark.parametrize("by", [ValueError, KeyboardInterrupt])
+def test_a_forward_that_is_ended(two: Pool, by: type[BaseException], front_end: str) -> None:
+    """Ctrl-C is no Exception."""
+    two.run(beside_eagerly, stopped, by, front_end)
+
+
+class Dropping(Net):
+    """Leaves out a layer, or raises behind the first."""
+
+    does = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x).tanh()
+        if self.does == "raise":
+            raise ValueError("a bad batch")
+        result: torch.Tensor = self.c(x if self.does == "drop" else self.b(x).tanh())
+        return result
+
+
+def unused(side: Side) -> None:
+    """What a forward has started to gather and not used is not for the next, before which foreach
+    ops write: no version counts these.
+    """
+    model: Any = side.shard(Dropping(), "a", "b", "c").eval()
+    for model.does in ("", "drop", "", "raise", "", "drop", ""):
+        with torch.no_grad():
+            try:
+                side.note("evaluated", model(side.batch(0)))
+            except ValueError:
+                side.note("raised", 0)
+            torch._foreach_mul_(list(model.parameters()), 0.9)
+
+
+def test_a_gather_that_a_forward_did_not_use(two: Pool) -> None:
+    two.run(beside_eagerly, unused)
+
+
+def beside_eagerly(script: Callable[..., None], *args: Any) -> None:
+    beside(script, *args, kinds=("eager",))

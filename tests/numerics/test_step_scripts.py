@@ -271,6 +271,53 @@ def test_interrupted(two: Pool) -> None:
         assert len(told) == 1
 
 
+class Scaled(nn.Sequential):
+    """The outermost module has a parameter, which a forward leaves gathered for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__(*layers(6, 7, 3))
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x) * self.scale
+        return result
+
+
+def left_over(whole: bool) -> tuple[list[Any], list[str]]:
+    """A forward that no backward follows, before the step is made and later; ordinary steps of a
+    compiled model between. What parameters() gives after each, and what was said.
+    """
+    this, found = Trained(False, Scaled()), []
+    call = torch.compile(this.model, backend=BACKENDS["compiled"])
+    this.model(batch(9)[0])
+    if whole:
+        this.step = compile_step(this.model, this.optimizer, mse, backend=BACKENDS["compiled"])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for i in range(5):
+            if i in (1, 2):
+                mse(call, *batch(i)).backward()
+                this.optimizer.step()
+                this.optimizer.zero_grad()
+            else:
+                this.losses.append(plain(this.step(*batch(i))))
+            found.append(plain(dict(this.model.named_parameters())))
+            if i == 3:
+                this.model(batch(9)[0])
+    return [*this.state(), found], [str(each.message) for each in told]
+
+
+def compare_left_over() -> None:
+    wanted, _ = left_over(False)
+    found, told = left_over(True)
+    check_equal(found, wanted, "left over")
+    assert not told, told
+
+
+def test_a_forward_without_a_backward(two: Pool) -> None:
+    two.run(compare_left_over, timeout=SLOW)
+
+
 def gone() -> tuple[list[bool], list[int]]:
     this = Trained(True)
     this(*batch(0))

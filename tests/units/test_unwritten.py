@@ -24,7 +24,8 @@ def called(reads: ReadByGraphs, data: torch.Tensor, trained: list[Any]) -> int:
 
 def test_only_the_last_calls_are_known() -> None:
     """Of a unit that is called again and again without a backward, a backward of the first calls is
-    not known any more; for one of the last, or outside of any, what is written is announced.
+    not known any more; for one of the last what is written is announced, and for no graph that has
+    a backward in it: autograd runs none.
     """
     errors._said.clear()
     data = torch.ones(4, requires_grad=True)
@@ -34,11 +35,18 @@ def test_only_the_last_calls_are_known() -> None:
     assert len(reads.calls) == MOST_CALLS
     assert not reads._is_known(runs[0])
     assert all(reads._is_known(run) for run in (runs[1], runs[-1]))
+    product = data * 2
+    reads.begin(data, [param])
+    result = product.sum()
+    reads.end()
     with torch.no_grad():
         data.add_(1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reads.say_if_written("layers.0", data)
+        assert not caught
+        result.register_hook(lambda _: reads.say_if_written("layers.0", data))
+        result.backward()
     (said,) = caught
     assert "parameters of layers.0 were written to between a graph" in str(said.message)
 
