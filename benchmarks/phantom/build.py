@@ -1,6 +1,8 @@
 """Build the device that computes nothing for the torch that is installed, and say what a process
 needs in its environment to find it.
 
+    env $(python benchmarks/phantom/build.py out/phantom) python benchmarks/phantom/rank.py ours
+
 Private to CUDA builds of torch, tried on 2.11 with CUDA 13 and Triton 3.6: the names of their
 libraries, and where the headers of the runtime are.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -89,3 +92,8 @@ def _undefined(packages: Path) -> set[str]:
         ).stdout
         found.update(re.findall(rf"\bU ({PREFIXES})", said))
     return found
+
+
+if __name__ == "__main__":
+    made = build(Path(sys.argv[1]).resolve())
+    print(*(f"{name}={value}" for name, value in made.items()))  # noqa: T201
