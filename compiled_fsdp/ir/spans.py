@@ -103,7 +103,7 @@ class Span:
             and len(tensors) == len(values)
             and all(map(_is_static, inputs))
             and len({tensor.device for tensor in tensors}) == 1
-            and not any(may_alias(n) for n in outputs)
+            and not any(may_alias(n) or may_lose_dims(n) for n in outputs)
         )
 
     @cached_property
@@ -285,6 +285,19 @@ def written_by(node: Node) -> list[Node]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             map_arg(given.get(argument.name), found.append)
     return found
+
+
+def may_lose_dims(node: Node) -> bool:
+    """Whether Inductor may return less dims than it says: on a GPU, sums over rows that it computes
+    together with sums over columns ("mix-order reductions", torch 2.11 to 2.13) are one-dimensional
+    whatever they are to be. Its kernels do not mind, but a call that checks sizes raises.
+    """
+    value = node.meta.get("val")
+    if node.target is not aten.sum.dim_IntList or not isinstance(value, torch.Tensor):
+        return False
+    ndim = read_first(node).meta["val"].ndim
+    dims = {dim % ndim for dim in node.args[1] or range(ndim)}  # type: ignore[union-attr]
+    return value.device.type != "cpu" and value.ndim > 1 and ndim - 1 not in dims
 
 
 def _is_static(node: Node) -> bool:

@@ -22,6 +22,7 @@ from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.outline import outline
 from compiled_fsdp.passes.verify import check
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, fake_ranks, unit
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Interpreter
 
 from compiled_fsdp.ir import repeats
@@ -30,7 +31,7 @@ from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.meta import set_captured, set_context
 from compiled_fsdp.ir.printer import show
 from compiled_fsdp.ir.repeats import LEAST_NODES, LEAST_TIMES, find_repeats
-from compiled_fsdp.ir.spans import spans
+from compiled_fsdp.ir.spans import may_lose_dims, spans
 from compiled_fsdp.ir.subgraphs import INVOKE
 from compiled_fsdp.passes import outline as module
 from compiled_fsdp.verification.meaning import Captured
@@ -454,3 +455,31 @@ def test_random_graphs_compute_the_same(start: int, inlines: bool) -> None:
             torch.testing.assert_close(value, other, rtol=0, atol=0, msg=f"seed {seed}")
     assert num_calls > 50
     assert (num_inlined > 5) == inlines
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("dims", "keepdim", "may_lose"),
+    [
+        ([0, 1], True, True),
+        ([0, 1], False, False),
+        ([0], False, True),
+        ([2], True, False),
+        ([-1], True, False),
+    ],
+)
+def test_sums_that_inductor_returns_with_less_dims(
+    device: str, dims: list[int], keepdim: bool, may_lose: bool
+) -> None:
+    """A call whose results would be checked: on a GPU, sums over rows of more than one dim."""
+    with FakeTensorMode():
+        hand = Hand()
+        x = hand.input("x", 2, 3, WIDTH)
+        found = hand(aten.sum.dim_IntList, x, dims, keepdim)
+        given = torch.empty(2, 3, WIDTH, device=device)
+        for node, value in ((x, given), (found, given.sum(dims, keepdim))):
+            node.meta["val"] = value
+    hand.returns(hand(aten.mm.default, *(hand.input(n, WIDTH, WIDTH) for n in "ab")), found)
+    (span,) = (each for each in spans(hand.graph) if found in each.nodes)
+    assert found in span.outputs
+    assert may_lose_dims(found) == (may_lose and device == "cuda")
