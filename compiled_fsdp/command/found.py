@@ -31,13 +31,17 @@ class Memory:
     """Bytes of tensors on this rank; None where nobody counted.
 
     parameters, optimizer: at rest, shards and the states of optimizers.
-    peak: of a step above that, gradients included.
+    peak: of a step above that, gradients included, where the CPU computes.
+    device_peak, device_reserved: that an accelerator's allocator had handed out, and had taken from
+        the device, at most in the timed steps, with all that is at rest.
     by_kind: the largest peak that is predicted for a graph of ours, by what it consists of.
     """
 
     parameters: int
     optimizer: int
     peak: int | None = None
+    device_peak: int | None = None
+    device_reserved: int | None = None
     by_kind: dict[str, int] = field(default_factory=dict)
 
 
@@ -166,6 +170,11 @@ def in_memory(memory: Memory) -> list[str]:
     rest = f"parameters {_mb(memory.parameters)}, states of optimizers {_mb(memory.optimizer)}"
     peak = "" if memory.peak is None else f"; a step's peak {_mb(memory.peak)} above"
     lines = [f"memory    {rest}{peak}"]
+    if memory.device_peak is not None:
+        lines.append(
+            f"          of the device, all together: {_mb(memory.device_peak)} at the peak, "
+            f"{_mb(memory.device_reserved or 0)} reserved by its allocator"
+        )
     if memory.by_kind:
         kinds = ", ".join(f"{kind} {_mb(size)}" for kind, size in memory.by_kind.items())
         lines.append(

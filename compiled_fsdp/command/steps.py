@@ -202,6 +202,8 @@ class Steps:
             self.probe.after(len(self.ends))
             if len(self.ends) == self.skip:  # what looking took is in no step
                 self.world.settle()
+                if self._is_on_device:
+                    torch.accelerator.reset_peak_memory_stats()
                 self.ends[-1] = (time.perf_counter(), len(self.world.carried))
             if self._is_enough:
                 raise EnoughError
@@ -210,16 +212,26 @@ class Steps:
     def _is_enough(self) -> bool:
         return self.most is not None and len(self.ends) >= max(self.skip, 1) + self.most
 
+    @property
+    def _is_on_device(self) -> bool:
+        """Whether an accelerator has the parameters of the first optimizer."""
+        params = (p for group in self.optimizers[0].param_groups for p in group["params"])
+        kind = next((p.device.type for p in params), "cpu")
+        return kind != "cpu" and torch.accelerator.is_available()
+
     def memory(self) -> Memory:
         """What the optimizers hold, and what a step needs beside it."""
         params = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
         states = [v for o in self.optimizers for state in o.state.values() for v in state.values()]
         records = [GraphRecord.parse(run.record) for run in all_runs() if run.last > self.began]
         largest = max(records, key=lambda record: record.peak, default=None)
+        on_device = self._is_on_device
         return Memory(
             parameters=_bytes(params),
             optimizer=_bytes(states),
-            peak=self.probe.peak,
+            peak=None if on_device else self.probe.peak,
+            device_peak=torch.accelerator.max_memory_allocated() if on_device else None,
+            device_reserved=torch.accelerator.max_memory_reserved() if on_device else None,
             by_kind={} if largest is None else largest.peak_kinds,
         )
 
@@ -260,7 +272,7 @@ class Steps:
             fastest_s=min(times),
             slowest_s=max(times),
             exposed_s=median(blocked),
-            floor_s=max(alone, *busy.values()),
+            floor_s=max([alone, *busy.values()]),
             copying_s=sum(c.copying for c in carried) / len(times),
             late_s=sum(c.late for c in carried) / len(times),
             by_future=sum(c.is_by_future for c in carried) / len(times),

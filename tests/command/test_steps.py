@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from compiled_fsdp.command.steps import LAST, flops_in
+from compiled_fsdp.command.found import in_memory
+from compiled_fsdp.command.steps import LAST, Steps, flops_in
+from compiled_fsdp.wire.world import Wire, World
 
 
 def _attends(q: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> None:
@@ -36,3 +40,22 @@ def test_a_convolution_is_not_counted_and_said() -> None:
     total, uncounted = flops_in(profile)
     assert total == 0
     assert "aten::convolution" in uncounted
+
+
+def test_memory_of_a_device_is_that_of_its_allocator_in_the_timed_steps() -> None:
+    wire = Wire("network", 1e9, 1e-5)
+    weight = torch.nn.Parameter(torch.empty(4, device="meta"))  # on no CPU
+    weight.grad = torch.empty(4, device="meta")
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    steps = Steps(World(2, 0, wire, wire), skip=1)
+    device = mock.Mock()
+    device.is_available.return_value = True
+    device.max_memory_allocated.return_value, device.max_memory_reserved.return_value = 3e6, 4e6
+    with mock.patch("torch.accelerator", device):
+        for _ in range(3):
+            steps(optimizer)
+        found = steps.found()
+    device.reset_peak_memory_stats.assert_called_once_with()
+    assert found.memory is not None
+    assert found.memory.peak is None
+    assert "3.00 MB at the peak, 4.00 MB reserved" in in_memory(found.memory)[1]
