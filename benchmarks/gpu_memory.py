@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu import BATCHES, SLOW, Child, Way, described, gib
+from gpu import SLOW, Child, Way, described, gib
 from gpu_rank import SIZES, VARIANTS
 from hosts import HostsError
 from phantom.build import build
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 READY = 1200.0  # seconds until a way has compiled, Triton's kernels included, on two cores
 WORLD = 64
+WAYS = (
+    "local stock stock_kept ours ours_whole ours_whole_kept ours_half ours_whole_half ours_fp8 "
+    "ours_offload ours_whole_graphs"
+)
+QUICK = "stock ours ours_whole"
 COLUMNS = ["", "peak", "over stock", "reserved", "at rest", "predicted", "over peak"]
 NOTES = (
     "GiB. **peak** and **reserved**: what the allocator had handed out, and had taken from the "
@@ -41,9 +46,8 @@ def run(settings: Settings, screen: Screen) -> Report:
     Raises:
         HostsError: torch is no CUDA build.
     """
-    ways = [Way(n, world, s) for n, world, s in _asked()]
-    if settings.quick:
-        ways = [Way(name, WORLD, "tiny", (SLOW,)) for name in ("stock", "ours", "ours_whole")]
+    names, size = (QUICK, "tiny") if settings.quick else (WAYS, "1b")
+    ways = [Way(name, WORLD, size, (SLOW,)) for name in names.split()]
     with tempfile.TemporaryDirectory() as folder:
         try:
             variables = build(Path(folder))
@@ -61,12 +65,6 @@ def run(settings: Settings, screen: Screen) -> Report:
                 continue
             screen.line(f"  peak {gib(each['peak'])} GiB, reserved {gib(each['reserved'])}")
     return report(found, failed)
-
-
-def _asked() -> list[tuple[str, int, str]]:
-    """Names, worlds and sizes of the batches of Llamas on 64 ranks."""
-    ways = [way for name in ("base", "more", "8b") for way in BATCHES[name]]
-    return [(way.variant, way.world, way.size) for way in ways if way.world == WORLD]
 
 
 def peak(way: Way, variables: Mapping[str, str]) -> dict[str, Any]:
