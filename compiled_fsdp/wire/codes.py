@@ -8,11 +8,13 @@ the same.
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.quantized import BLOCK, CODES, LARGEST, LEAST, SCALE, WIRE, payload
 
 if TYPE_CHECKING:
@@ -63,16 +65,27 @@ def encode(pieces: Sequence[Tensor], names: Sequence[str]) -> Tensor:
 
 @cache
 def _kernels(device: torch.device, codes: torch.dtype) -> ModuleType | None:
-    """Triton's, where they run on a device: of fp8, where Triton has conversions to it."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    """Triton's kernels, if they run on this device. None on a CPU, and, with a warning, where
+    torch's ops have to do: they make the same bytes by a dozen launches for each piece.
+    """
+    if device.type == "cpu":
         return None
-    if codes.is_floating_point and torch.cuda.get_device_capability(device) < (8, 9):
+    if why := _why_no_kernels(device, codes):
+        warn_once(f"codes of {codes} on {device.type} take a dozen launches for each tensor: {why}")
         return None
-    try:
-        from . import triton_codes
-    except ImportError:
-        return None
+    from . import triton_codes
+
     return triton_codes
+
+
+def _why_no_kernels(device: torch.device, codes: torch.dtype) -> str:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "there are kernels for NVIDIA's devices alone"
+    if codes.is_floating_point and torch.cuda.get_device_capability(device) < (8, 9):
+        return "Triton converts to fp8 on devices of compute capability 8.9 and later"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed, which torch's CUDA builds bring"
+    return ""
 
 
 def _by_row(table: Tensor) -> bool:

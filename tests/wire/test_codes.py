@@ -15,6 +15,7 @@ from compiled_fsdp.wire import codes as module
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 LIMIT = {INT8: 127.0, FP8: 448.0}
+KERNELS: Any = module._kernels  # before a fixture puts another in its place
 ODD = (torch.nan, torch.inf, -torch.inf)
 
 
@@ -165,6 +166,21 @@ def test_exact_values_travel_beside_codes(dtype: torch.dtype) -> None:
             assert torch.equal(found, piece)
             assert torch.equal(summed, piece.sum(0))
     assert start == sent.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("codes", "capability", "said"),
+    [(FP8, (8, 0), "compute capability 8.9"), (INT8, (8, 0), "not installed")],
+)
+def test_a_device_without_kernels_is_told(
+    codes: torch.dtype, capability: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match=said):
+        assert KERNELS.__wrapped__(torch.device("cuda"), codes) is None
+    assert KERNELS.__wrapped__(torch.device("cpu"), codes) is None
 
 
 def test_ops() -> None:
