@@ -4,7 +4,7 @@
 
 in the environment that `build.py` names. Times mean nothing there, but for the host's own. With
 `--traffic` it takes a few steps, and says which kernels of Inductor's the last one has launched,
-and how many bytes the tensors have that these were given.
+and how many bytes the tensors have that these were given, those read and written twice.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def traffic(name: str, size: str, world: int = 64) -> str:
 
     def counted(self: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
         launches[self.fn.__name__] += 1
-        num_bytes[self.fn.__name__] += sum(a.nbytes for a in args if isinstance(a, Tensor))
+        for argument, arg in zip(self.fn.arg_names, args, strict=False):
+            if isinstance(arg, Tensor):
+                num_bytes[self.fn.__name__] += arg.nbytes * (2 if "in_out" in argument else 1)
         return launch(self, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     rank = Rank(name, SIZES[size], world, 5e10, "cuda")

@@ -45,8 +45,6 @@ from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.schema import TRAITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch._inductor.scheduler import BaseSchedulerNode
     from torch.fx import Node
 
@@ -136,17 +134,22 @@ def _keep_backward_behind(nodes: list[BaseSchedulerNode]) -> None:
 
 
 def _is_computed(node: BaseSchedulerNode) -> bool:
-    """Whether it is not communication, or one of our copies around it."""
+    """Whether it is not communication, or one of our copies around it, or their result."""
     target = getattr(node.node, "op_overload", None)
-    return target is None or target.namespace == "aten"
+    is_of_torch = target is None or target.namespace == "aten"
+    return is_of_torch and any(meta.get_tag(origin) is None for origin in _origins(node))
 
 
 def _is_ours(node: BaseSchedulerNode) -> bool:
     return any(meta.get_tag(origin) is not None for origin in _origins(node))
 
 
-def _origins(node: BaseSchedulerNode) -> Iterable[Node]:
-    return node.node.get_origins() if node.node is not None else ()
+def _origins(node: BaseSchedulerNode) -> list[Node]:
+    """The nodes that it computes, of the graph that is compiled: in that of a region all would come
+    of what its call reads too.
+    """
+    origins = node.node.get_origins() if node.node is not None else ()
+    return [origin for origin in origins if origin.graph is V.graph.graph]
 
 
 def _number(node: BaseSchedulerNode) -> int:

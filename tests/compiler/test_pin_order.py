@@ -1,4 +1,6 @@
-"""What Inductor's scheduler is told of buffers that a collective still reads."""
+"""What Inductor's scheduler is told of buffers that a collective still reads, and of which nodes
+anything is told.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from kit.passes_harness import unit
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.virtualized import V
 
-from compiled_fsdp.compiler.pin_order import _keep_inputs
+from compiled_fsdp.compiler.pin_order import _is_computed, _is_ours, _keep_inputs
+from compiled_fsdp.ir.meta import CommTag, set_tag
 
 REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -61,3 +65,35 @@ def test_who_comes_later_takes_nothing_over() -> None:
 
 def test_what_no_wait_follows_is_never_reused() -> None:
     assert kept_by(Node(REDUCE, "reduced", StarDep("sent"), after("gathered"))) == {"sent"}
+
+
+class Origins:
+    """A scheduler's node, as far as it says what it computes."""
+
+    def __init__(self, op: Any, *origins: torch.fx.Node) -> None:
+        self.node = SimpleNamespace(op_overload=op, get_origins=lambda: origins)
+
+
+def test_what_a_call_reads_is_nothing_that_its_region_computes() -> None:
+    """Inductor counts what a call of a region reads to all that is computed inside: else all of it
+    would be copies out of buckets, and kept in order.
+    """
+    outer, region = torch.fx.Graph(), torch.fx.Graph()
+    copied, computed = outer.placeholder("weight"), region.placeholder("x")
+    set_tag(copied, CommTag("gather", 0, tuple(unit("layer", {"w": (2, 2)}))))
+    with V.set_graph_handler(SimpleNamespace(graph=region)):  # type: ignore[arg-type]
+        assert not _is_ours(Origins(None, copied, computed))  # type: ignore[arg-type]
+    with V.set_graph_handler(SimpleNamespace(graph=outer)):  # type: ignore[arg-type]
+        assert _is_ours(Origins(None, copied, computed))  # type: ignore[arg-type]
+
+
+def test_a_copy_that_returns_several_is_no_product() -> None:
+    """The nodes that take its results apart have no op; nothing of backward waits for them."""
+    graph = torch.fx.Graph()
+    copied, computed = graph.placeholder("weight"), graph.placeholder("x")
+    set_tag(copied, CommTag("gather", 0, tuple(unit("layer", {"w": (2, 2)}))))
+    with V.set_graph_handler(SimpleNamespace(graph=graph)):  # type: ignore[arg-type]
+        assert not _is_computed(Origins(None, copied))  # type: ignore[arg-type]
+        assert _is_computed(Origins(None, copied, computed))  # type: ignore[arg-type]
+        assert _is_computed(Origins(torch.ops.aten.mm.out, computed))  # type: ignore[arg-type]
+        assert not _is_computed(Origins(REDUCE, computed))  # type: ignore[arg-type]
