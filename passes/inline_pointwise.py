@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 from compiled_fsdp.ir.graph import move_before
 from compiled_fsdp.ir.inlined import inlined_into
 from compiled_fsdp.ir.repeats import find_repeats
-from compiled_fsdp.ir.spans import storage_of, written_by
+from compiled_fsdp.ir.storage import storage_of, written_by
 
 from .base import context_of
 

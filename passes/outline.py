@@ -41,7 +41,8 @@ from torch.fx import Graph, GraphModule
 from compiled_fsdp.ir.graph import erase_all, move_before, output, placeholders
 from compiled_fsdp.ir.meta import keep_strides, take_over
 from compiled_fsdp.ir.repeats import find_repeats, widened
-from compiled_fsdp.ir.spans import Span, may_alias
+from compiled_fsdp.ir.spans import Span
+from compiled_fsdp.ir.storage import may_alias
 from compiled_fsdp.ir.subgraphs import INVOKE, REGION, unit_called_by
 
 from .base import context_of

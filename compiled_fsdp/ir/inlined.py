@@ -8,7 +8,7 @@ import torch
 
 from .graph import is_view
 from .meta import get_tag
-from .spans import CASTS, may_alias, storage_of
+from .storage import CASTS, may_alias, storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set

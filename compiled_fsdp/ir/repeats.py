@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from .graph import is_view
 from .schema import COPY_COLUMNS, TRAITS
-from .spans import Span, may_alias, read_first, spans, yields_dynamic
+from .spans import Span, spans, yields_dynamic
+from .storage import may_alias, read_first
 from .subgraphs import unit_called_by
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from .fusion import BECOME_WRITES
 from .graph import find, is_matmul, is_view, output
 from .meta import get_tag
 from .schema import COPY_COLUMNS, FREE, MARK_GRADS, MOMENTUM, TRAITS, UPDATE
+from .storage import CASTS, may_alias, read_first, storage_of, written_by
 from .subgraphs import unit_called_by
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 aten, prims = torch.ops.aten, torch.ops.prims
 
 ALIGNMENT = 64  # bytes: what vectors and kernels may assume of an address
-# What changes a dtype, if the node that it reads has another.
-CASTS = {prims.convert_element_type.default, aten._to_copy.default}
-
 _KNOWN = frozenset((int,))  # the type of a size that is no symbol
 _REDUCTIONS = {
     aten.mean.dim,
@@ -258,35 +255,6 @@ def _read_by(node: Node) -> list[Node]:
     return read[1:] if unit_called_by(node) is not None else read
 
 
-def may_alias(node: Node) -> bool:
-    """Whether the result may lie in the storage of what the node reads first: views, and casts that
-    change nothing, which compilers leave out.
-    """
-    if is_view(node):
-        return True
-    return node.target in CASTS and _dtype(read_first(node)) == _dtype(node)
-
-
-def storage_of(node: Node) -> Node:
-    """Returns the value in whose storage a view lies; any other node is its own."""
-    while may_alias(node) and read_first(node) is not node:
-        node = read_first(node)
-    return node
-
-
-def written_by(node: Node) -> list[Node]:
-    """Returns the arguments that a node writes to; none where it is no op of torch's library."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    arguments = node.target._schema.arguments
-    given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
-    found: list[Node] = []
-    for argument in arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            map_arg(given.get(argument.name), found.append)
-    return found
-
-
 def may_lose_dims(node: Node) -> bool:
     """Whether Inductor may return less dims than it says: on a GPU, sums over rows that it computes
     together with sums over columns ("mix-order reductions", torch 2.11 to 2.13) are one-dimensional
@@ -320,17 +288,6 @@ def _given(node: Node) -> list[Any]:
     values = node.meta.get("val")
     found = values if isinstance(values, list | tuple) else (values,)
     return [value for value in found if value is not None]
-
-
-def read_first(node: Node) -> Node:
-    """Returns the node that is the first argument of another; that other, if its first is none."""
-    first = node.args[0] if node.args else None
-    return first if isinstance(first, Node) else node
-
-
-def _dtype(node: Node) -> torch.dtype:
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype
 
 
 def _form(argument: Any, number: dict[Node, int], inputs: dict[Node, int]) -> Any:
