@@ -72,6 +72,7 @@ class Property(Enum):
     BUCKETS_CALLED = "copies into buckets, and divisions behind reductions, are calls"
     OVER_GLOO = "gloo gathers by sends and receives"
     NAMED = "our collectives say what they carry"
+    KERNELS_JOINED = "what reads the same is computed on one side of a communication"
     INLINED = "regions compute cheap values again instead of reading them"
     OUTLINED = "computation that repeats is compiled once"
     VERIFIED = "the invariants hold"

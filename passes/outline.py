@@ -36,21 +36,27 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING
 
+import torch
 from torch.fx import Graph, GraphModule
 
-from compiled_fsdp.ir.graph import erase_all, move_before, output, placeholders
+from compiled_fsdp.ir.graph import erase_all, move_before, output, placeholders, value
 from compiled_fsdp.ir.meta import keep_strides, take_over
 from compiled_fsdp.ir.repeats import find_repeats, widened
-from compiled_fsdp.ir.spans import Span
+from compiled_fsdp.ir.spans import Span, may_lose_dims
 from compiled_fsdp.ir.storage import may_alias
 from compiled_fsdp.ir.subgraphs import INVOKE, REGION, unit_called_by
 
 from .base import context_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
+
     from torch.fx import Node
 
     from compiled_fsdp.planning.plan import Plan
+
+aten = torch.ops.aten
 
 
 def outline(gm: GraphModule, plan: Plan) -> GraphModule:
@@ -63,25 +69,32 @@ def outline(gm: GraphModule, plan: Plan) -> GraphModule:
     for span in repeats.spans:
         if span.num_moved < len(span.nodes):
             move_before(span.nodes[: span.num_moved], span.nodes[span.num_moved])
-    for number, group in enumerate([widened(group) for group in repeats.groups]):
+    groups = [widened(group) for group in repeats.groups]
+    flat = [{i for s in g for i, n in enumerate(s.inputs) if may_lose_dims(n)} for g in groups]
+    for number, group in enumerate(groups):
         name = f"{REGION}{number}"
         # spans made anew: they may read results of calls by now
-        setattr(gm, name, _subgraph(gm, Span(group[0].nodes)))
+        setattr(gm, name, _subgraph(gm, Span(group[0].nodes), flat[number]))
         with gm.graph.inserting_before(group[0].nodes[0]):
             region = gm.graph.get_attr(name)
         for span in group:
-            _call(region, name, Span(span.nodes))
+            _call(region, name, Span(span.nodes), flat[number])
     erase_all(n for n in gm.graph.find_nodes(op="get_attr") if not n.users)
     return gm
 
 
-def _subgraph(gm: GraphModule, span: Span) -> GraphModule:
-    """The span as a graph of its own, with strides of its results as they are."""
+def _subgraph(gm: GraphModule, span: Span, flat: AbstractSet[int]) -> GraphModule:
+    """The span as a graph of its own, with strides of its results as they are.
+
+    flat: which inputs cross the border with one dim; see `may_lose_dims`.
+    """
     graph = Graph()
     copies: dict[Node, Node] = {}
     for i, node in enumerate(span.inputs):
         copies[node] = graph.placeholder(f"arg{i}_1")
-        copies[node].meta["val"] = node.meta["val"]
+        copies[node].meta["val"] = value(node).view(-1) if i in flat else node.meta["val"]
+    for node in (span.inputs[i] for i in sorted(flat)):
+        copies[node] = _viewed(copies[node], value(node).shape)
     results_of: dict[Node, list[Node]] = {}  # of calls of units, which are copied in
     for node in span.nodes:
         if (body := unit_called_by(node)) is not None:
@@ -90,7 +103,7 @@ def _subgraph(gm: GraphModule, span: Span) -> GraphModule:
             copies[node] = results_of[node.args[0]][node.args[1]]  # type: ignore[index]
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    results = [copies[node] for node in span.outputs]
+    results = [_viewed(copies[n], [-1]) if may_lose_dims(n) else copies[n] for n in span.outputs]
     values = tuple(node.meta["val"] for node in results)
     end = graph.output(tuple(results))
     end.meta["val"] = values
@@ -108,17 +121,24 @@ def _copy_in(graph: Graph, body: Graph, arguments: list[Node]) -> list[Node]:
     return [copies[result] for result in output(body).args[0]]  # type: ignore[union-attr, index]
 
 
-def _call(region: Node, name: str, span: Span) -> None:
+def _call(region: Node, name: str, span: Span, flat: AbstractSet[int]) -> None:
     """Let a call stand for a span; views of it that others read are made of the call's results."""
-    graph, inputs, outputs = region.graph, span.inputs, span.outputs
-    values = tuple(node.meta["val"] for node in outputs)
+    graph, outputs = region.graph, span.outputs
     results: dict[Node, Node] = {}
     with graph.inserting_before(span.nodes[-1].next):
+        inputs = [_viewed(n, [-1]) if i in flat else n for i, n in enumerate(span.inputs)]
         call = graph.call_function(INVOKE, (region, name, *inputs))
-        call.meta["val"] = values
+        values = [value(node) for node in outputs]
+        call.meta["val"] = tuple(
+            each.view(-1) if may_lose_dims(node) else each
+            for node, each in zip(outputs, values, strict=True)
+        )
         for i, node in enumerate(outputs):
-            results[node] = graph.call_function(operator.getitem, (call, i))
-            take_over(results[node], node)
+            results[node] = result = graph.call_function(operator.getitem, (call, i))
+            take_over(result, node)
+            if may_lose_dims(node):
+                result.meta["val"] = call.meta["val"][i]
+                results[node] = _viewed(result, values[i].shape)
         for node in _views(span):
             results[node] = graph.node_copy(node, lambda n: results.get(n, n))
     for node, result in results.items():
@@ -126,6 +146,14 @@ def _call(region: Node, name: str, span: Span) -> None:
             result, lambda user: user not in span.inside and user not in results.values()
         )
     erase_all(span.nodes)
+
+
+def _viewed(node: Node, shape: Sequence[int]) -> Node:
+    """A view of a value that crosses the border of a call with one dim, or has done so."""
+    view = node.graph.call_function(aten.view.default, (node, list(shape)))
+    take_over(view, node)
+    view.meta["val"] = value(node).view(shape)
+    return view
 
 
 def _views(span: Span) -> list[Node]:

@@ -44,6 +44,7 @@ from .give_way import give_way
 from .hide_copies import hide_copies
 from .inline_pointwise import inline_pointwise
 from .join_grads import join_grads
+from .join_kernels import join_kernels
 from .leave_in_flight import leave_in_flight
 from .lower import lower
 from .mark_offloaded import mark_offloaded
@@ -235,9 +236,17 @@ PIPELINE = check_order(
             name_collectives, Stage.HALF, (P.OVER_GLOO,), P.NAMED, is_for_all=True, is_tried=False
         ),
         Pass(
-            inline_pointwise,
+            join_kernels,
             Stage.HALF,
             (P.NAMED,),
+            P.KERNELS_JOINED,
+            only=Executor.INDUCTOR,
+            is_tried=False,
+        ),
+        Pass(
+            inline_pointwise,
+            Stage.HALF,
+            (P.KERNELS_JOINED,),
             P.INLINED,
             only=Executor.INDUCTOR,
             is_tried=False,

@@ -8,7 +8,7 @@ import torch
 
 from .graph import is_view
 from .meta import get_tag
-from .storage import CASTS, may_alias, storage_of
+from .storage import CASTS, is_read_from, may_alias, num_bytes, storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set
@@ -51,8 +51,8 @@ def inlined_into(span: Span, home: Mapping[Node, Span], written: Set[Node]) -> l
                 len(found | copied) <= MOST_INLINED
                 and all(get_tag(each) is None for each in sources)
                 and not sources & written
-                and all(_is_read_from(home[root].nodes[0], each) for each in more)
-                and sum(map(_bytes, more)) <= _bytes(root)
+                and all(is_read_from(home[root].nodes[0], each) for each in more)
+                and sum(map(num_bytes, more)) <= num_bytes(root)
             ):
                 found |= copied
                 read |= more
@@ -82,19 +82,6 @@ def _computed_from(
     return found, sources
 
 
-def _is_read_from(begin: Node, value: Node) -> bool:
-    """Whether a value is made or read where `begin` stands or behind it: if not, its memory would
-    live on from before, in the place of what begins to live there.
-    """
-    stack, is_before = [value], value < begin
-    while stack and is_before:
-        for user in stack.pop().users:
-            is_before &= user < begin
-            if may_alias(user):
-                stack.append(user)
-    return not is_before
-
-
 def _is_inlinable(node: Node) -> bool:
     """Whether a node is cheap to compute, and belongs to no communication."""
     op: Any = node.target
@@ -115,9 +102,3 @@ def _is_read_beside(root: Node, span: Span, home: Mapping[Node, Span]) -> bool:
             elif home.get(user) not in (span, home.get(root)):
                 return True
     return False
-
-
-def _bytes(node: Node) -> int:
-    """The size of the tensor that a node yields; 0 if it yields something else."""
-    value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0

@@ -22,6 +22,7 @@ from .meta import get_tag
 from .schema import COPY_COLUMNS, FREE, MARK_GRADS, MOMENTUM, TRAITS, UPDATE
 from .storage import CASTS, may_alias, read_first, storage_of, written_by
 from .subgraphs import unit_called_by
+from .traffic import connected, saved_by_moving
 
 if TYPE_CHECKING:
     from torch.fx import Graph
@@ -100,7 +101,7 @@ class Span:
             and len(tensors) == len(values)
             and all(map(_is_static, inputs))
             and len({tensor.device for tensor in tensors}) == 1
-            and not any(may_alias(n) or may_lose_dims(n) for n in outputs)
+            and not any(may_alias(n) for n in outputs)
         )
 
     @cached_property
@@ -120,7 +121,8 @@ def spans(graph: Graph) -> list[Span]:
     """Returns all spans, in graph order.
 
     A cheap value that only the next span reads is part of that one, so that both are one kernel:
-    the last addition of a layer and the norm of the next.
+    the last addition of a layer and the norm of the next. But not where kernels would read and
+    write more: a sum of what is in hand stays.
     """
     found, writes = _between(graph)
     stands = {node: i for i, span in enumerate(found) for node in span.nodes}
@@ -134,12 +136,24 @@ def spans(graph: Graph) -> list[Span]:
             if is_read_there and _is_movable(node) and not _touches(node, writes[i]):
                 belongs[node] = i + 1
                 moved.append(node)
+        moved = _worth_moving(moved, found[i], found[i + 1])
+        for node in found[i].nodes:
+            belongs[node] = i + (node in moved)
         if moved:
             found[i] = Span([n for n in found[i].nodes if belongs[n] == i])
             found[i + 1] = Span([*reversed(moved), *found[i + 1].nodes])
     for i, span in enumerate(found):
         span.num_moved = sum(stands[n] < i for n in span.nodes)
     return [span for span in found if span.nodes]
+
+
+def _worth_moving(moved: list[Node], here: Span, there: Span) -> list[Node]:
+    """Those of some nodes with which kernels do not read and write more in the next span."""
+    worth: set[Node] = set()
+    for together in connected(moved):
+        if saved_by_moving(together, here.inside - worth, there.inside | worth) >= 0:
+            worth |= together
+    return [node for node in moved if node in worth]
 
 
 def _between(graph: Graph) -> tuple[list[Span], list[set[Node]]]:
@@ -258,7 +272,8 @@ def _read_by(node: Node) -> list[Node]:
 def may_lose_dims(node: Node) -> bool:
     """Whether Inductor may return less dims than it says: on a GPU, sums over rows that it computes
     together with sums over columns ("mix-order reductions", torch 2.11 to 2.13) are one-dimensional
-    whatever they are to be. Its kernels do not mind, but a call that checks sizes raises.
+    whatever they are to be. Its kernels do not mind, but a call that checks sizes raises: into and
+    out of regions such a sum goes as a view with one dim.
     """
     value = node.meta.get("val")
     if node.target is not aten.sum.dim_IntList or not isinstance(value, torch.Tensor):

@@ -52,3 +52,22 @@ def read_first(node: Node) -> Node:
 def _dtype(node: Node) -> torch.dtype:
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype
+
+
+def is_read_from(begin: Node, value: Node) -> bool:
+    """Whether a value is made or read where `begin` stands or behind it: if not, its memory would
+    live on from before, in the place of what begins to live there.
+    """
+    stack, is_before = [value], value < begin
+    while stack and is_before:
+        for user in stack.pop().users:
+            is_before &= user < begin
+            if may_alias(user):
+                stack.append(user)
+    return not is_before
+
+
+def num_bytes(node: Node) -> int:
+    """The size of the tensor that a node yields; 0 if it yields something else."""
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir.graph import is_sum, op_name, output, placeholders
+from compiled_fsdp.ir.graph import is_sum, op_name, output, placeholders, value
 from compiled_fsdp.ir.schema import traits_of
 from compiled_fsdp.ir.subgraphs import called_by
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch.fx import Graph, Node
+
+aten = torch.ops.aten
 
 
 class Expr:
@@ -42,6 +44,7 @@ class Expressions:
 
     def __init__(self) -> None:
         self._known: dict[Any, Expr] = {}
+        self.flattened: dict[Expr, tuple[Expr, tuple[int, ...]]] = {}  # a view: of what, its shape
         self.effects: list[Expr] = []  # of the calls since it was emptied
 
     def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Expr:
@@ -125,7 +128,7 @@ class Line(NamedTuple):
 def _line(node: Node) -> Line:
     """Read a node of a region."""
     op, args, kwargs = cast("tuple[Any, Any, Any]", comm.as_in_torch(node))
-    if op is comm.WAIT or is_sum(node):
+    if op in (comm.WAIT, aten.view.default) or is_sum(node):
         return Line(node)
     return Line(node, op, _plain(args), _plain(kwargs))
 
@@ -167,7 +170,24 @@ def _expression(node: Node, run: Expressions, exprs: dict[Node, Expr]) -> Expr:
     args, kwargs = (torch.fx.node.map_aggregate(a, read) for a in arguments)
     if is_sum(node) and all(a.terms for a in args):
         return run.sum_of(term for a in args for term in a.terms)
+    if op is aten.view.default:
+        return _view(node, run, args[0])
     return run(op, *args, **kwargs)
+
+
+def _view(node: Node, run: Expressions, viewed: Expr) -> Expr:
+    """The expression of a view; of one that has all dims again that another left out, what that one
+    is a view of.
+    """
+    shape = tuple(value(node).shape)
+    original, its_shape = run.flattened.get(viewed, (None, None))
+    if original is not None and shape == its_shape:  # which are known sizes
+        return original
+    made = run(aten.view.default, viewed, list(node.args[1]))  # type: ignore[arg-type]
+    before = tuple(value(node.args[0]).shape)  # type: ignore[arg-type]
+    if len(shape) == 1 and all(type(size) is int for size in before):
+        run.flattened[made] = viewed, before
+    return made
 
 
 def returned(graph: Graph, exprs: dict[Node, Expr]) -> list[Any]:
