@@ -32,11 +32,18 @@ WAYS = (
     "ours_offload ours_whole_graphs"
 )
 QUICK = "stock ours ours_whole"
-COLUMNS = ["", "peak", "over stock", "reserved", "at rest", "predicted", "over peak"]
+COLUMNS = [
+    *("", "peak", "over stock", "reserved", "at rest", "predicted", "over peak"),
+    *("kernels, GB", "launches"),
+]
 NOTES = (
     "GiB. **peak** and **reserved**: what the allocator had handed out, and had taken from the "
     "device, at most, behind the first step. **at rest**: behind the last. **predicted**: by the "
     "planner, with what is at rest.",
+    "**kernels**: the tensors that a step gives to kernels that Inductor has generated, those that "
+    "are read and written in place twice. Not among them: matmuls, attention, the optimizer, and "
+    "the copies into and out of stock's buckets, which no compiler makes (a copy of all gathered "
+    "parameters, twice, and of all gradients).",
 )
 
 
@@ -64,6 +71,7 @@ def run(settings: Settings, screen: Screen) -> Report:
                 failed.append(f"{way.name}: failed.")
                 continue
             screen.line(f"  peak {gib(each['peak'])} GiB, reserved {gib(each['reserved'])}")
+            screen.line(f"  kernels: {each['kernels'].splitlines()[0]}")
     return report(found, failed)
 
 
@@ -122,6 +130,8 @@ def _rows(found: Mapping[str, dict[str, Any]]) -> Sequence[list[str]]:
                 gib(each["at_rest"]),
                 gib(total),
                 f"{total / each['peak']:.3f}" if total else "",
+                f"{each['traffic'] / 1e9:.1f}" if each["traffic"] else "",
+                f"{each['launches']}" if each["launches"] else "",
             ]
         )
     return rows

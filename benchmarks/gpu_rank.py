@@ -425,7 +425,8 @@ def answer(**found: Any) -> None:
     sys.stdout.flush()
 
 
-if __name__ == "__main__":
+def main(kind: type[Rank] = Rank) -> None:
+    """Answer for the way that the command line names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("variant", choices=VARIANTS)
     parser.add_argument("--world", type=int, default=64)
@@ -434,4 +435,8 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cuda")
     asked = parser.parse_args()
     size = SIZES[asked.size]
-    Rank(asked.variant, size, asked.world, asked.bandwidth, asked.device).serve()
+    kind(asked.variant, size, asked.world, asked.bandwidth, asked.device).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,26 +1,27 @@
 """`gpu_rank.py` on the device that computes nothing: what it has not is put in its place first.
 
-    python benchmarks/phantom/rank.py VARIANT --size 1b [--traffic]
+    python benchmarks/phantom/rank.py VARIANT --size 1b < /dev/null
 
-in the environment that `build.py` names. Times mean nothing there, but for the host's own. With
-`--traffic` it takes a few steps, and says which kernels of Inductor's the last one has launched,
-and how many bytes the tensors have that these were given, those read and written twice.
+in the environment that `build.py` names. Times mean nothing there, but for the host's own. In the
+end it says, too, which kernels of Inductor's the last step has launched, and how many bytes the
+tensors have that these were given.
 """
 
 from __future__ import annotations
 
 import ctypes
-import runpy
 import sys
-from argparse import ArgumentParser
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import gpu_rank
 
 from compiled_fsdp.wire import captured
 
@@ -51,47 +52,64 @@ def put_in_place() -> None:
     captured.Captures._why_not = lambda *_: ""  # type: ignore[method-assign]
 
 
-def traffic(name: str, size: str, world: int = 64) -> str:
-    """A line for each kernel of a step, those with most bytes first, behind one for all."""
-    from gpu_rank import SIZES, Rank
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+class Launches:
+    """The kernels of Inductor's that a step has launched: how often each, and the bytes of the
+    tensors that it was given, of those that it reads and writes twice.
+    """
 
-    from compiled_fsdp.command.simulate import as_rank
+    def __init__(self) -> None:
+        self.times: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
+        launch = CachingAutotuner.run
 
-    launches: Counter[str] = Counter()
-    num_bytes: Counter[str] = Counter()
-    launch = CachingAutotuner.run
+        def counted(kernel: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
+            name = kernel.fn.__name__
+            self.times[name] += 1
+            for argument, given in zip(kernel.fn.arg_names, args, strict=False):
+                if isinstance(given, Tensor):
+                    self.num_bytes[name] += given.nbytes * (2 if "in_out" in argument else 1)
+            return launch(kernel, *args, **kwargs)  # type: ignore[no-untyped-call]
 
-    def counted(self: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
-        launches[self.fn.__name__] += 1
-        for argument, arg in zip(self.fn.arg_names, args, strict=False):
-            if isinstance(arg, Tensor):
-                num_bytes[self.fn.__name__] += arg.nbytes * (2 if "in_out" in argument else 1)
-        return launch(self, *args, **kwargs)  # type: ignore[no-untyped-call]
-
-    rank = Rank(name, SIZES[size], world, 5e10, "cuda")
-    with as_rank(rank.world):
-        dist.init_process_group("nccl")
-        step = rank.build()
-        for _ in range(3):
-            step()
         CachingAutotuner.run = counted  # type: ignore[method-assign]
-        step()
-    lines = [f"{sum(num_bytes.values()) / 1e9:.1f} GB, {sum(launches.values())} launches"]
-    lines += [f"{n / 1e9:7.2f} GB {launches[of]:4d} x {of}" for of, n in num_bytes.most_common()]
-    return "\n".join(lines)
+
+    def clear(self) -> None:
+        """Another step begins."""
+        self.times.clear()
+        self.num_bytes.clear()
+
+    def __str__(self) -> str:
+        total = f"{sum(self.num_bytes.values()) / 1e9:.1f} GB, {self.times.total()} launches"
+        most = self.num_bytes.most_common()
+        lines = [f"{n / 1e9:7.2f} GB {self.times[of]:4d} x {of}" for of, n in most]
+        return "\n".join([total, *lines])
+
+
+class CountedRank(gpu_rank.Rank):
+    """One that says which kernels its last step has launched, too; none where steps are replayed
+    from a CUDA graph.
+    """
+
+    def build(self) -> gpu_rank.Step:
+        """The step, counted."""
+        self.launches = Launches()
+        step = super().build()
+
+        def counted() -> Tensor:
+            self.launches.clear()
+            return step()
+
+        return counted
+
+    def _peak(self) -> dict[str, Any]:
+        launches = self.launches
+        return {
+            **super()._peak(),
+            "traffic": sum(launches.num_bytes.values()),
+            "launches": launches.times.total(),
+            "kernels": str(launches),
+        }
 
 
 if __name__ == "__main__":
     put_in_place()
-    benchmarks = Path(__file__).resolve().parent.parent
-    sys.path[:0] = [str(benchmarks), str(benchmarks.parent)]
-    if "--traffic" in sys.argv:
-        parser = ArgumentParser()
-        parser.add_argument("variant")
-        parser.add_argument("--size", default="1b")
-        parser.add_argument("--traffic", action="store_true")
-        asked = parser.parse_args()
-        sys.stdout.write(traffic(asked.variant, asked.size) + "\n")
-        sys.exit()
-    runpy.run_path(str(benchmarks / "gpu_rank.py"), run_name="__main__")
+    gpu_rank.main(CountedRank)

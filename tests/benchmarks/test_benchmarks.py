@@ -136,16 +136,19 @@ class TestBenchmarks(unittest.TestCase):
     def test_memory_of_a_device_that_is_not_there(self):
         """Ratios are to stock's peak; a prediction is compared with what at rest is there too."""
         answers = {
-            "stock": {"peak": 2 << 30, "reserved": 3 << 30, "at_rest": 1 << 30},
+            "stock": {
+                **{"peak": 2 << 30, "reserved": 3 << 30, "at_rest": 1 << 30},
+                **{"traffic": 2_500_000_000, "launches": 9},
+            },
             "ours": {
                 **{"peak": 1 << 30, "reserved": 1 << 30, "at_rest": 1 << 28},
-                "predicted_peak": 3 << 28,
+                **{"predicted_peak": 3 << 28, "traffic": 0, "launches": 0},
             },
         }
         (table,) = gpu_memory.report({gpu.Way(n): each for n, each in answers.items()}).tables
         rows = {row[0]: row[1:] for row in table.rows}
-        self.assertEqual(rows["stock"], ["2.00", "1.00", "3.00", "1.00", "", ""])
-        self.assertEqual(rows["ours"], ["1.00", "0.50", "1.00", "0.25", "1.00", "1.000"])
+        self.assertEqual(rows["stock"], ["2.00", "1.00", "3.00", "1.00", "", "", "2.5", "9"])
+        self.assertEqual(rows["ours"], ["1.00", "0.50", "1.00", "0.25", "1.00", "1.000", "", ""])
 
     @pytest.mark.skipif(torch.version.cuda is None, reason="the library is for torch's CUDA builds")
     @pytest.mark.timeout(600)
@@ -159,6 +162,8 @@ class TestBenchmarks(unittest.TestCase):
         self.assertGreaterEqual(found["reserved"], found["peak"])
         total = found["predicted_peak"] + found["at_rest"]
         self.assertLess(abs(total - found["peak"]), 0.05 * found["peak"])
+        self.assertGreater(found["traffic"], 0)
+        self.assertGreaterEqual(found["kernels"].count("\n"), 5)
 
     def test_a_way_that_ends_is_left_out(self):
         screen = Screen(1)
