@@ -70,7 +70,7 @@ class Launches:
                     self.num_bytes[name] += given.nbytes * (2 if "in_out" in argument else 1)
             return launch(kernel, *args, **kwargs)  # type: ignore[no-untyped-call]
 
-        CachingAutotuner.run = counted  # type: ignore[method-assign]
+        CachingAutotuner.run = counted  # type: ignore[method-assign, assignment]
 
     def clear(self) -> None:
         """Another step begins."""

@@ -54,7 +54,7 @@ def saved_by_moving(moved: Set[Node], here: Set[Node], there: Set[Node]) -> int:
 
 def left_behind(nodes: Set[Node]) -> int:
     """Bytes of the values that nodes compute and others read."""
-    roots = {storage_of(node) for node in nodes if not nodes.issuperset(node.users)}
+    roots = {storage_of(node) for node in nodes if any(u not in nodes for u in node.users)}
     return sum(num_bytes(root) for root in roots if root in nodes)
 
 
