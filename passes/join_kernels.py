@@ -124,7 +124,9 @@ def _computed_late(here: Span, there: Span, between: list[Node]) -> list[Node]:
     written = _written(between)
     late: set[Node] = set()
     for product in reversed(here.nodes):
-        if not is_matmul(product) or not here.inside.isdisjoint(readers(product)):
+        if not is_matmul(product) or any(
+            reader in here.inside or reader in between for reader in readers(product)
+        ):
             continue
         moved = {each for each in aliases(product) if each in here.inside}
         for node in reversed(here.nodes):

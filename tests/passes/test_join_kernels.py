@@ -61,11 +61,14 @@ def reduction(after: Callable[[Hand, Node], Node], *, between: bool = False) -> 
     return lower(hand.returns(after(hand, grad_y), reduced), PLAN)
 
 
-def product(*, is_read_again: bool = True, is_read_at_once: bool = False) -> GraphModule:
+def product(
+    *, is_read_again: bool = True, is_read_at_once: bool = False, is_reduced: bool = False
+) -> GraphModule:
     """The gradient of a weight, and a gather whose parameter is multiplied with.
 
     is_read_again: what is behind the wait reads `gate` too.
     is_read_at_once: what is before it reads the product.
+    is_reduced: its reduction starts before the gather, and behind something that ends the span.
     """
     hand = Hand()
     grad, gate, up = (hand.input(name, WIDTH, WIDTH) for name in ("grad", "gate", "up"))
@@ -75,6 +78,10 @@ def product(*, is_read_again: bool = True, is_read_at_once: bool = False) -> Gra
     grad_w = hand(aten.mm.default, grad, hidden)
     if is_read_at_once:
         grad_w = hand.compute(grad_w)
+    if is_reduced:
+        hand(aten.copy_.default, hand.input("buffer", WIDTH, WIDTH), grad)
+        (other,) = unit("v", {"v": (WIDTH, WIDTH)}, reduce_dtype=torch.float64)
+        grad_w = hand.reduce_grad(grad_w, hand.input("flat_v", WIDTH * WIDTH // 2), other)
     grad_x = hand(aten.mm.default, grad, hand.unshard(flat, spec))
     if is_read_again:
         grad_x = hand(aten.mul.Tensor, grad_x, hand(aten.sigmoid.default, gate))
@@ -124,6 +131,9 @@ return [%mm_default, %mul_tensor_1, %mm_default_2]""",
 
     def test_a_product_that_is_read_at_once(self):
         self.assertUnchanged(joined, product(is_read_at_once=True))
+
+    def test_a_product_whose_reduction_starts_before_the_wait(self):
+        self.assertUnchanged(joined, product(is_reduced=True))
 
     def test_what_is_wider_stays(self):
         """It would be alive during the reduction in the place of what it is computed of."""
