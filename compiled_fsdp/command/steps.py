@@ -214,10 +214,8 @@ class Steps:
 
     @property
     def _is_on_device(self) -> bool:
-        """Whether an accelerator has the parameters of the first optimizer."""
-        params = (p for group in self.optimizers[0].param_groups for p in group["params"])
-        kind = next((p.device.type for p in params), "cpu")
-        return kind != "cpu" and torch.accelerator.is_available()
+        """Whether an accelerator computes; parameters may be on the host."""
+        return torch.accelerator.is_available() and torch.accelerator.max_memory_allocated() > 0
 
     def memory(self) -> Memory:
         """What the optimizers hold, and what a step needs beside it."""

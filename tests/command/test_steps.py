@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -42,20 +43,32 @@ def test_a_convolution_is_not_counted_and_said() -> None:
     assert "aten::convolution" in uncounted
 
 
-def test_memory_of_a_device_is_that_of_its_allocator_in_the_timed_steps() -> None:
+@pytest.mark.parametrize("where", ["meta", "cpu"])
+@pytest.mark.parametrize("allocated", [3e6, 0])
+def test_memory_of_a_device_is_that_of_its_allocator_in_the_timed_steps(
+    where: str, allocated: float
+) -> None:
+    """Wherever parameters are, if it computes: with CPU offload they are on the host."""
     wire = Wire("network", 1e9, 1e-5)
-    weight = torch.nn.Parameter(torch.empty(4, device="meta"))  # on no CPU
-    weight.grad = torch.empty(4, device="meta")
+    weight = torch.nn.Parameter(torch.empty(4, device=where))
+    weight.grad = torch.empty(4, device=where)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     steps = Steps(World(2, 0, wire, wire), skip=1)
+    steps.probe.peak = 7
     device = mock.Mock()
     device.is_available.return_value = True
-    device.max_memory_allocated.return_value, device.max_memory_reserved.return_value = 3e6, 4e6
+    device.max_memory_allocated.return_value, device.max_memory_reserved.return_value = (
+        allocated,
+        4e6,
+    )
     with mock.patch("torch.accelerator", device):
         for _ in range(3):
             steps(optimizer)
         found = steps.found()
-    device.reset_peak_memory_stats.assert_called_once_with()
     assert found.memory is not None
-    assert found.memory.peak is None
-    assert "3.00 MB at the peak, 4.00 MB reserved" in in_memory(found.memory)[1]
+    if allocated:
+        device.reset_peak_memory_stats.assert_called_once_with()
+        assert found.memory.peak is None
+        assert "3.00 MB at the peak, 4.00 MB reserved" in in_memory(found.memory)[1]
+    else:
+        assert (found.memory.peak, found.memory.device_peak) == (7, None)
