@@ -118,8 +118,7 @@ def _computed_late(here: Span, there: Span, between: list[Node]) -> list[Node]:
     """Returns the products of a span, with what they alone read, that are better computed behind
     the wait for a gather that stands between it and the next.
     """
-    tags = [get_tag(node) for node in between if node.target is WAIT]
-    if not any(tag is not None and tag.kind == "gather" for tag in tags):
+    if not any(map(_awaits_gather, between)):
         return []
     written = _written(between)
     late: set[Node] = set()
@@ -159,6 +158,11 @@ def _put_late(late: list[Node], there: list[Node]) -> None:
     for node in reversed(moved):
         if first is not None and node not in front:
             first.append(node)
+
+
+def _awaits_gather(node: Node) -> bool:
+    tag = get_tag(node)
+    return node.target is WAIT and tag is not None and tag.kind == "gather"
 
 
 def _is_movable(node: Node) -> bool:

@@ -34,6 +34,7 @@ from compiled_fsdp.ir.printer import show
 from compiled_fsdp.ir.repeats import LEAST_NODES, LEAST_TIMES, find_repeats
 from compiled_fsdp.ir.spans import may_lose_dims, spans
 from compiled_fsdp.ir.subgraphs import INVOKE
+from compiled_fsdp.passes import join_kernels as joining
 from compiled_fsdp.passes import outline as module
 from compiled_fsdp.verification.meaning import Captured
 
@@ -431,11 +432,17 @@ class Program:
 
 @pytest.mark.parametrize("before", [(), (inline_pointwise,), (join_kernels, inline_pointwise)])
 @pytest.mark.parametrize("start", range(0, 150, 50))
-def test_random_graphs_compute_the_same(start: int, before: tuple[PassFunction, ...]) -> None:
+def test_random_graphs_compute_the_same(
+    start: int, before: tuple[PassFunction, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit for bit, with views and older values handed on; a good part of them calls something.
 
     before: passes that have come before.
     """
+    # what may be moved is moved: also behind writes, which end these spans, and if it saves nothing
+    monkeypatch.setattr(joining, "_awaits_gather", lambda node: True)
+    monkeypatch.setattr(joining, "saved_by_moving", lambda *_: 1)
+    monkeypatch.setattr(joining, "left_behind", lambda nodes: 1 << 20)
     num_calls = num_changed = 0
     for seed in range(start, start + 50):
         gm = Program(seed).gm
@@ -455,7 +462,7 @@ def test_random_graphs_compute_the_same(start: int, before: tuple[PassFunction, 
         num_calls += len(find(gm.graph, INVOKE))
         for value, other in zip(Interpreter(gm).run(*inputs), expected, strict=True):
             torch.testing.assert_close(value, other, rtol=0, atol=0, msg=f"seed {seed}")
-    assert num_calls > 50
+    assert num_calls > 40
     assert (num_changed > 0) == bool(before)
 
 
