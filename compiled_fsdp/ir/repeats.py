@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .graph import is_view
-from .schema import COPY_COLUMNS, TRAITS
+from .schema import COPIES_OUT, TRAITS
 from .spans import Span, spans, yields_dynamic
 from .storage import may_alias, read_first
 from .subgraphs import unit_called_by
@@ -97,7 +97,7 @@ def _copied_from(span: Span) -> list[Node]:
     """The views that nothing but copies out of buckets reads, of the span, in graph order."""
     found: set[Node] = set()
     for node in span.inputs:
-        read = all(user.target is COPY_COLUMNS and user in span.inside for user in node.users)
+        read = all(user.target in COPIES_OUT and user in span.inside for user in node.users)
         while is_view(node) and node.target not in TRAITS and read:
             found.add(node)
             node = read_first(node)

@@ -365,6 +365,8 @@ COMPARE = fsdp.compare_.default
 VERDICT = fsdp.verdict_.default
 NOTE_COUNTS = fsdp.note_counts_.default
 FREE = fsdp.free.default
+# What makes a parameter of what was gathered, and may be called with what computes of it.
+COPIES_OUT = frozenset((COPY_COLUMNS, DECODE))
 EXCHANGE = c10d.all_to_all_single.default  # the user's
 
 for _op, _traits in TRAITS.items():

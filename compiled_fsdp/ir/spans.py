@@ -19,7 +19,7 @@ from torch.fx import Node
 from .fusion import BECOME_WRITES
 from .graph import find, is_matmul, is_view, output
 from .meta import get_tag
-from .schema import COPY_COLUMNS, FREE, MARK_GRADS, MOMENTUM, TRAITS, UPDATE
+from .schema import COPIES_OUT, FREE, MARK_GRADS, MOMENTUM, TRAITS, UPDATE
 from .storage import CASTS, may_alias, read_first, storage_of, written_by
 from .subgraphs import unit_called_by
 from .traffic import connected, saved_by_moving
@@ -230,7 +230,7 @@ def _has_to_stay(node: Node) -> bool:
 @cache
 def _stays(op: torch._ops.OpOverload) -> bool:
     """Whether calls of an op have to stay where they are, whatever they yield."""
-    is_ours = op in TRAITS and op is not COPY_COLUMNS
+    is_ours = op in TRAITS and op not in COPIES_OUT
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     # Scatters into a view (`select_scatter`: the gradient of a part) may stand in a span: its
     # subgraph is lowered as it is, and there they are pointwise.

@@ -262,7 +262,7 @@ def sum_bucket(
     spec = specs[0]
     how = spec.reduction
     offsets = [s.offset for s in specs]
-    rows = [rank_rows(run, convert(run, g, d, s.reduction.first_dtype), s) for g, d, s in grads]
+    rows = [rank_rows(run, _cast(run, g, d, s), s) for g, d, s in grads]
     if how.sync == "retain":
         run(schema.RETAIN, joined(run, rows), flat, offsets, "rows")
         return None
@@ -279,6 +279,17 @@ def sum_bucket(
         rows = [joined(run, [rows[n] for n in piece.members]) for piece in pieces]
     total = sum(s.shard_numel for s in specs)
     return reduce_scatter(run, rows, spec, flat, offsets, total)
+
+
+def _cast(run: Run, grad: Value, dtype: torch.dtype, spec: ParamSpec) -> Value:
+    """A gradient in the dtype in which it is first added or sent; if it is coded as it is, and that
+    is only wider, the codes are the same without.
+    """
+    how = spec.reduction
+    is_coded = quantized.reduces_bytes([spec]) and not how.is_accumulating
+    if is_coded and how.pre_divide == 1.0 and (dtype, how.first_dtype) in quantized.WIDER:
+        return grad
+    return convert(run, grad, dtype, how.first_dtype)
 
 
 def finished(run: Run, summed: Value, spec: ParamSpec, dtype: torch.dtype) -> Value:

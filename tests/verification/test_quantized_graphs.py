@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from compiled_fsdp.passes.base import run_pipeline
+from compiled_fsdp.passes.base import Context, run_pipeline
 from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
 from compiled_fsdp.passes.bucket_reduce_scatter import bucket_reduce_scatter
 from compiled_fsdp.passes.lower import lower
+from compiled_fsdp.passes.outline import outline
 from compiled_fsdp.passes.pipeline import HALF
 from compiled_fsdp.passes.verify import check, verify
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, numel, unit
@@ -21,8 +22,9 @@ from compiled_fsdp import planned
 from compiled_fsdp.dump.graph_json import of_text, to_text
 from compiled_fsdp.dump.graph_record import Bucket
 from compiled_fsdp.dump.settings import settings
+from compiled_fsdp.ir.collectives import CONVERT
 from compiled_fsdp.ir.graph import Builder, find, output
-from compiled_fsdp.ir.meta import get_tag
+from compiled_fsdp.ir.meta import get_tag, set_context
 from compiled_fsdp.ir.printer import provenance, show
 from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.ir.schema import (
@@ -33,6 +35,7 @@ from compiled_fsdp.ir.schema import (
     GATHER_AHEAD,
     REDUCE_LATER,
 )
+from compiled_fsdp.ir.subgraphs import INVOKE, called_by
 from compiled_fsdp.planning.costs import traffic
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import Plan
@@ -260,3 +263,42 @@ class TestVerify(GraphTest):
 
     def test_output_is_there(self):
         self.assertEqual(output(self.gm.graph).op, "output")
+
+
+def casts(changes: dict[str, Any], *, is_coded: bool = True) -> int:
+    """Casts before the reduction of a gradient of a weight in bf16."""
+    weight, bias = weight_and_bias()
+    spec = replace(weight if is_coded else bias, dtype=torch.bfloat16, **changes)
+    gm = lower(graph_of(spec, replace(weight, dtype=torch.bfloat16, offset=4096)), PLAN)
+    (region, *_) = [r for r in find_regions(gm.graph, "reduce") if spec in r.tag.specs]
+    return sum(node.target is CONVERT and node < region.starts[0] for node in region.nodes)
+
+
+def test_codes_are_made_of_gradients_as_they_are() -> None:
+    """Not of a wider copy, which has the same values; but of what a cast or a division changes."""
+    assert casts({}) == 0
+    assert casts({}, is_coded=False) == 1
+    assert casts({"pre_divide": 2.0}) == 1
+    assert casts({"reduce_dtype": torch.float16}) == 1
+    assert casts({"is_accumulating": True}) == 1
+
+
+def test_layers_that_are_decoded_are_called() -> None:
+    """A parameter is decoded where it is computed with; that is no reason to compile each layer."""
+    hand = Hand()
+    x = hand.input("x", 32, 32)
+    for i in range(6):
+        (spec,) = unit(f"layers.{i}", {"w": (32, 32)}, **CODED)
+        full = hand.unshard(hand.input(f"flat{i}", 512), spec)
+        x = hand(aten.mm.default, x, full)
+        for _ in range(8):
+            x = hand.compute(x)
+    gm = lower(hand.returns(x), PLAN)
+    set_context(gm, Context(is_fused=True, inline=""))
+    gm = outline(gm, PLAN)
+    calls = find(gm.graph, INVOKE)
+    assert len(calls) >= 3
+    for call in calls:
+        body = called_by(call)
+        assert body is not None
+        assert len(find(body, DECODE)) == 1

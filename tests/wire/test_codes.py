@@ -191,3 +191,13 @@ def test_ops() -> None:
     part = sent[:, :528]
     for op in (DECODE, DECODE_SUM):
         torch.library.opcheck(op, (part, 300, torch.bfloat16, "int8"))
+
+
+@pytest.mark.parametrize("codes", [INT8, FP8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_wider_has_the_same_codes(codes: torch.dtype, dtype: torch.dtype) -> None:
+    """So that gradients need not be cast before they are coded."""
+    x = (torch.randn(3, 3 * BLOCK + 5) * 10.0 ** torch.arange(-3.0, 0.0)[:, None]).to(dtype)
+    x[1, 7] = torch.inf
+    narrow, wide = (ENCODE([each], [NAMES[codes]]) for each in (x, x.float()))
+    assert torch.equal(narrow, wide)
