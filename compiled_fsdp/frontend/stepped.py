@@ -9,10 +9,12 @@ own gradient, and ranks part. Both are so in torch's FSDP2, too, the latter in F
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from compiled_fsdp.eager.tree import TREES
 from compiled_fsdp.errors import shortened, warn_once
@@ -109,7 +111,7 @@ def _of_nobody(params: list[nn.Parameter]) -> list[nn.Parameter]:
     among: list[Unit] = [held[id(p)] for p in params if id(p) in held]
     if not among or any(_is_alone(unit) for unit in among):
         return []
-    return [
+    plain = [
         p
         for p in params
         if p.requires_grad
@@ -117,6 +119,19 @@ def _of_nobody(params: list[nn.Parameter]) -> list[nn.Parameter]:
         and id(p) not in held
         and not getattr(p, "_fsdp_is_ignored", False)
     ]
+    reduced = _of_ddp() if plain else set()
+    return [p for p in plain if id(p) not in reduced]
+
+
+def _of_ddp() -> set[int]:
+    """Parameters that torch's `DistributedDataParallel` reduces, which notes nothing on them."""
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), DDP)]
+    return {
+        id(p)
+        for wrapper in wrappers
+        for name, p in wrapper.module.named_parameters()
+        if name not in wrapper.parameters_to_ignore
+    }
 
 
 def _is_alone(unit: Unit) -> bool:

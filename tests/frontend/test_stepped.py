@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from compiled_fsdp import compile_step, fully_shard, fully_sharded_data_parallel
 
@@ -26,6 +27,7 @@ UNITS = {
     "FSDP1, a root": ("wrapped", "root"),
     "FSDP1, ignored by the root": ("wrapped", "ignoring"),
     "FSDP1, a second model called later": ("wrapped", "root"),
+    "beside DDP": ("body", ""),
     "a whole step, no root": ("body", ""),
     "a whole step, ignored by the root": ("body", "ignoring"),
     "FSDP1, a whole step, no root": ("wrapped", ""),
@@ -51,7 +53,7 @@ def said(name: str) -> list[str]:
     else:
         fully_shard(body)
     model.add_module("body", body)
-    model.add_module("head", head)
+    model.add_module("head", DDP(head) if "DDP" in name else head)
     if outer:
         ignored = {*head.parameters()} if outer == "ignoring" else set()
         if inner == "wrapped":
