@@ -335,6 +335,12 @@ CASES = {
         "nn.utils.parametrize.register_parametrization(self.a, 'weight', nn.Sigmoid())",
         kinds="eager,compiled",
     ),
+    "a parameter of no elements": Case(
+        "x = self.b(torch.tanh(self.a(x)) + self.none.sum())",
+        "for unit in (model.a, model):\n    fully_shard(unit)\nmodel = compiled(model)",
+        "self.none = nn.Parameter(torch.empty(0))",
+        kinds="eager,compiled",
+    ),
     "a graph that is kept, the first was not": Case(
         "x = self.b(torch.tanh(self.a(x)))",
         loop="loss = model(x, ids).square().mean()\nloss.backward(retain_graph=step == 1)\n"
