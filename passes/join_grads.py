@@ -49,7 +49,11 @@ def join_grads(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 def _joined(node: Node, leaves: list[Node]) -> Node:
-    """The concatenation, before the node that reduces it."""
+    """The concatenation, before the node that reduces it; a view of no elements begins where the
+    next one does, and adds nothing.
+    """
+    grads: dict[Node, Node] = {leaf: leaf.args[0] for leaf in leaves}  # type: ignore[misc]
+    leaves = [leaf for leaf in leaves if value(grads[leaf]).numel()] or leaves[:1]
     run = Builder(node, leaves[-1])
     sums: dict[int, Node] = {}
     orders: dict[int, list[int]] = {}

@@ -24,6 +24,7 @@ from compiled_fsdp.ir.graph import phase_of, starts
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.sequence import owner
 from compiled_fsdp.planning.plan import current_plan
+from compiled_fsdp.torch_private.dynamo import donate_nothing
 from compiled_fsdp.torch_private.tracing import is_profiling
 from compiled_fsdp.wire.captured import captured
 from compiled_fsdp.wire.ranges import title
@@ -121,12 +122,16 @@ def without_inductor(
     def compile_inference(gm: GraphModule, inputs: Any) -> Any:
         return compile_half(run_joint(gm), inputs)
 
+    def compile_backward(gm: GraphModule, inputs: Any) -> Any:
+        donate_nothing()  # only Inductor plans memory
+        return compile_half(gm, inputs)
+
     step = step_of(options)
     step = step and step.of_inputs(gm)
     options.pop("options", None)
     compile_graph = aot_autograd(
         fw_compiler=compile_half,
-        bw_compiler=compile_half,
+        bw_compiler=compile_backward,
         inference_compiler=compile_inference,
         partition_fn=_partition if step is None else partial(_partition_step, step),
         keep_inference_input_mutations=True,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import ParametrizationList
 
 from compiled_fsdp.torch_private.dtensors import movable
 from compiled_fsdp.torch_private.dynamo import READS_DICTS, never_traced_alone, untraced
@@ -74,10 +75,11 @@ def swap_class(module: nn.Module, names: tuple[str, ...], root: type | None = No
 
 def keep_classes(unit: Unit) -> None:
     """Before a call: a user may have given a module another class (`layer.__class__ = Other`), with
-    which a trace would find sharded parameters.
+    which a trace would find sharded parameters. A class that comes from one of ours, as a
+    parametrization's, reads as ours does.
     """
     for module in unit.own_modules():
-        if type(module) in originals or module not in _roots:
+        if module not in _roots or any(kind in originals for kind in type(module).__mro__):
             continue
         table = module._parameters
         names = table.owners if isinstance(table, Registered) else table
@@ -239,6 +241,8 @@ def _check_gathered(module: nn.Module, args: tuple[Any, ...]) -> None:
     ]
     if not closed or any(isinstance(a, DTensor) for a in args):
         return
+    if isinstance(module, ParametrizationList):
+        return  # computes of its parameters alone: `layer.weight`, as DTensor can
     state: State = module.__dict__["_fsdp_owner"]
     sharded = [
         p

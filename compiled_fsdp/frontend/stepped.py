@@ -4,15 +4,17 @@ Full ones: where a forward has left them (the outermost module's first forward, 
 without a backward), `parameters()` yields them, and they get no gradient. Plain ones: what is put
 into a sharded model after `fully_shard` (`model.head = nn.Linear(...)`), or is around the units of
 a model whose outermost module was not sharded, stays a plain parameter: each rank steps it by its
-own gradient, and ranks part. Both are so in torch's FSDP2, too.
+own gradient, and ranks part. Both are so in torch's FSDP2, too, the latter in FSDP1.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from compiled_fsdp.eager.tree import TREES
 from compiled_fsdp.errors import shortened, warn_once
@@ -51,10 +53,12 @@ def look_at_params(optimizer: Optimizer) -> None:
         _check_not_full(optimizer, params)
         plain = _of_nobody(params)
         _plain[optimizer] = len(params), plain
-    found = [p for p in plain if p.grad is not None]
-    if found:
-        _plain[optimizer] = len(params), []
-        _announce(optimizer, found)
+    if any(p.grad is not None for p in plain):
+        # once more: FSDP1's are plain, and known once their model was called
+        found = [p for p in _of_nobody(params) if p.grad is not None]
+        _plain[optimizer] = len(params), [] if found else _of_nobody(params)
+        if found:
+            _announce(optimizer, found)
 
 
 def announce_updated(optimizer: Optimizer, updated: Iterable[nn.Parameter]) -> None:
@@ -72,10 +76,10 @@ def _announce(optimizer: Optimizer, found: list[nn.Parameter]) -> None:
     warn_once(
         f"compiled_fsdp: {type(optimizer).__name__} steps {_named(found)} beside sharded "
         "parameters, as plain tensors that no unit has: their gradients are not reduced, so that "
-        "each rank steps by its own and the ranks part, as in torch's FSDP2. Call fully_shard on "
-        "what was put into the model since (model.head = fully_shard(new_head)), or on the "
-        "outermost module; what you reduce yourself, or what is to differ between ranks, can be "
-        "told by ignored_params",
+        "each rank steps by its own and the ranks part, as in torch's FSDP. Shard what was put "
+        "into the model since (model.head = fully_shard(new_head)), or the outermost module; what "
+        "you reduce yourself, or what is to differ between ranks, can be told by ignored_params "
+        "(FSDP1: ignored_states)",
         about="unreduced parameters",
     )
 
@@ -101,15 +105,13 @@ def _check_not_full(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
 
 
 def _of_nobody(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Plain trained parameters beside those of units;
-    none for FSDP1, whose parameters are plain.
-    """
+    """Plain trained parameters beside those of units."""
     units = [runtime.unit for tree in list(TREES) for runtime in tree.members]
     held = {id(p): unit for unit in units for param in unit.params for p in param.held_as}
     among: list[Unit] = [held[id(p)] for p in params if id(p) in held]
-    if not among or any(unit.is_flat or _is_alone(unit) for unit in among):
+    if not among or any(_is_alone(unit) for unit in among):
         return []
-    return [
+    plain = [
         p
         for p in params
         if p.requires_grad
@@ -117,6 +119,19 @@ def _of_nobody(params: list[nn.Parameter]) -> list[nn.Parameter]:
         and id(p) not in held
         and not getattr(p, "_fsdp_is_ignored", False)
     ]
+    reduced = _of_ddp() if plain else set()
+    return [p for p in plain if id(p) not in reduced]
+
+
+def _of_ddp() -> set[int]:
+    """Parameters that torch's `DistributedDataParallel` reduces, which notes nothing on them."""
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), DDP)]
+    return {
+        id(p)
+        for wrapper in wrappers
+        for name, p in wrapper.module.named_parameters()
+        if name not in wrapper.parameters_to_ignore
+    }
 
 
 def _is_alone(unit: Unit) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from compiled_fsdp.eager.containers import map_tensors
 from compiled_fsdp.frontend.beside_stock import check_no_stock_unit
+from compiled_fsdp.frontend.stepped import ignore
 from compiled_fsdp.units.hooks import say_lost
 
 from . import stock
@@ -64,6 +65,7 @@ def settle_groups(
 ) -> None:
     """Work out what is ignored, the device and the process groups."""
     stock.init_ignored(wrapper, module, ignored_modules, ignored_states)
+    ignore(wrapper._ignored_params)
     managed = [m for m in module.modules() if m not in wrapper._ignored_modules]
     ignored = {id(parameter) for parameter in wrapper._ignored_params}
     check_no_stock_unit("FullyShardedDataParallel", [module], managed, ignored)

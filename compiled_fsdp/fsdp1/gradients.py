@@ -18,10 +18,12 @@ def accumulate(keeper: FlatParamHandle, new: Tensor) -> None:
     With `use_orig_params` each original's `.grad` becomes a view of it.
     """
     flat: Any = keeper.flat_param
-    # The user may have dropped the originals' since.
-    if keeper._use_orig_params and flat.grad is not None:
-        keeper._reset_flat_param_grad_info_if_needed()
-        if flat.grad is not None and not keeper._skip_writeback_check:
+    if keeper._use_orig_params:
+        if flat.grad is not None:  # the user may have dropped the originals' since
+            keeper._reset_flat_param_grad_info_if_needed()
+        # Autograd gives them some where a loss names them outside of forward (a penalty).
+        is_held = any(original.grad is not None for original in flat._params)
+        if is_held and not keeper._skip_writeback_check:
             keeper._writeback_orig_params()
     old = flat.grad
     if old is not None and old.dtype == new.dtype and old.shape == new.shape:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -109,6 +109,13 @@ class FullyShardedDataParallel(Called, AtRest):
             if name == "_fsdp_wrapped_module":
                 raise
             return getattr(self._fsdp_wrapped_module, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "FullyShardedDataParallel: copy.deepcopy of a wrapped module, as AveragedModel makes "
+            "one, is not supported: it shares a flat parameter and process groups. Copy the module "
+            "before it is wrapped, or build and wrap another one and load this one's state_dict"
+        )
 
     # -- forward
 

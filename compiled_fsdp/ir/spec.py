@@ -82,7 +82,7 @@ class Reduction:
 
 @cache  # asked for every parameter of a bucket, for each of them
 def _shard_numel(shape: tuple[int, ...], dim: int, group_size: int) -> int:
-    return -(-shape[dim] // group_size) * prod(shape[:dim]) * prod(shape[dim + 1 :])
+    return max(1, -(-shape[dim] // group_size)) * prod(shape[:dim]) * prod(shape[dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +208,9 @@ class ParamSpec:
     @property
     def rows(self) -> int:
         """Rows (of `dim`) in each rank's padded shard: `ceil(shape[dim] / group_size)`, as
-        `torch.chunk` cuts.
+        `torch.chunk` cuts, and one of what has none.
         """
-        return -(-self.shape[self.dim] // self.group_size)
+        return max(1, -(-self.shape[self.dim] // self.group_size))
 
     @property
     def shard_numel(self) -> int:

@@ -13,7 +13,7 @@ from compiled_fsdp.torch_private.dtensors import make_dtensor
 from .flat import FlatBuffer
 from .layout import flat_layout
 from .offload import CPU
-from .param import ShardedParam
+from .param import ShardedParam, keep_marks
 from .registered import registered
 from .tensor_parallel import full_of
 from .traced_extension import no_memory
@@ -67,6 +67,7 @@ def flat_buffer(unit: Unit, group: Sequence[Original]) -> FlatBuffer:
         view = _filled(entry, place, info.shard_rank, buffer)
         dtensor = make_dtensor(view, original, *entry.place)
         sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
+        keep_marks(original, sharded)
         full = full_of(original, info)
         params.append(
             ShardedParam(

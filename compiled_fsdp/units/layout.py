@@ -78,13 +78,13 @@ class FlatLayout:
 def flat_layout(
     shapes: Sequence[torch.Size], num_shards: int, dims: Sequence[int] | None = None
 ) -> FlatLayout:
-    """Put padded shards of these shapes back to back, in order; each cut on its dim, 0 by
-    default.
+    """Put padded shards of these shapes back to back, in order; each cut on its dim, 0 by default.
+    What has no rows is padded to one, so that no other begins where it does.
     """
     shards: list[ShardLayout] = []
     offset = 0
     for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True):
-        rows = -(-shape[dim] // num_shards)
+        rows = max(1, -(-shape[dim] // num_shards))
         numel = rows * prod((*shape[:dim], *shape[dim + 1 :]))
         shards.append(ShardLayout(tuple(shape), dim, offset, rows, numel))
         offset += numel

@@ -32,6 +32,29 @@ if TYPE_CHECKING:
     from .traced_extension import TracedExtension
 
 
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+
+
+def keep_marks(of: Tensor, to: Tensor) -> None:
+    """Give a parameter what a user has noted on the one in whose place it stands
+    (`weight._no_weight_decay = True`): numbers and words, since a tensor would be of another shape,
+    and an object may know the parameter. What else a tensor subclass has is its own.
+    """
+    if type(local_tensor(of)) not in (Tensor, nn.Parameter):
+        return
+    for name, value in vars(of).items():
+        if not name.startswith("_fsdp_") and name not in vars(to) and _is_plain(value):
+            setattr(to, name, value)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(each) for entry in value.items() for each in entry)
+    return isinstance(value, PLAIN)
+
+
 @dataclass(frozen=True, slots=True)
 class Original:
     """A parameter before it is cut: everything that holds it, its name below one of the call's
@@ -148,6 +171,7 @@ class ShardedParam:
         self.is_borrowed = self.is_shard_whole
         full = self.full.wrap(local) if self.full else local
         self.unsharded = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
+        keep_marks(self.sharded, self.unsharded)
 
     def local_grad(self, grad: Tensor) -> Tensor:
         """Returns what of a full gradient is to be reduced.

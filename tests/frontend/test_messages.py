@@ -4,6 +4,7 @@ do.
 
 from __future__ import annotations
 
+import copy
 import operator
 import warnings
 from dataclasses import replace
@@ -268,6 +269,13 @@ class TestErrorsOfTorch:
             ),
         ):
             FullyShardedDataParallel(Net())
+
+    def test_a_deep_copy_of_fsdp1(self, fake_world: None) -> None:
+        """Torch says "cannot pickle 'module' object"."""
+        model = in_ours(Net())
+        for copied in (model, nn.Sequential(model)):
+            with pytest.raises(TypeError, match=r"^FullyShardedDataParallel: copy\.deepcopy of a "):
+                copy.deepcopy(copied)
 
     def test_fsdp1_without_a_process_group(self) -> None:
         with pytest.raises(ValueError, match=r"(?s)not been initialized.*\nStart .* torchrun"):

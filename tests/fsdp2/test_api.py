@@ -38,6 +38,28 @@ def test_class_of_a_child_used_by_others_is_unchanged() -> None:
     assert not isinstance(nn.Linear(2, 2).__class__.__dict__.get("weight"), property)
 
 
+def test_what_is_noted_on_parameters_stays() -> None:
+    """As in the unsharded model, by which optimizers' groups are made; stock's sharded parameters
+    have none of it. A tensor would be of another shape.
+    """
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    noted = {"_no_weight_decay": True, "_optim": {"lr": 0.1, "betas": (0.9, 0.95)}}
+    vars(model[1].bias).update(noted, scale=torch.ones(4))
+    for module in (model[0], model):
+        fully_shard(module)
+
+    def found() -> list[dict[str, Any]]:
+        names = (*noted, "scale")
+        return [{n: v for n, v in vars(p).items() if n in names} for p in model.parameters()]
+
+    expected: list[dict[str, Any]] = [{}, {}, {}, noted]
+    assert found() == expected
+    loss = model(torch.ones(2, 4)).sum()  # here the outermost module's are full ones
+    assert found() == expected
+    loss.backward()
+    assert found() == expected
+
+
 def test_no_method_of_stock_reaches_stocks_state() -> None:
     """Each public method of stock's class is ours, or says that it is not there."""
     inherited = [

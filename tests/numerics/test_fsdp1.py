@@ -23,6 +23,7 @@ from kit.oracle_fsdp1 import (
     full,
     grads,
     hybrid_mesh,
+    loss_of,
     net,
     same,
     train_step,
@@ -291,6 +292,30 @@ def steps(api: Api) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def test_a_penalty_on_parameters(two: Pool) -> None:
+    """Outside of forward autograd itself gives a shard its gradient, to which the reduced one is
+    added, in one backward with it or after it.
+    """
+    two.run(same, penalty)
+
+
+def penalty(api: Api) -> Any:
+    model = api.blocks(use_orig_params=True)
+    call, optimizer = api.compile(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step, where in enumerate(("before", "behind", "apart")):
+        early = sum(p.square().sum() for p in model.parameters())
+        loss = loss_of(call, step)
+        late = sum(p.square().sum() for p in model.parameters())
+        if where == "apart":
+            early.backward()
+        (loss + {"before": early, "behind": late, "apart": 0}[where]).backward()
+        optimizer.step()
+        found.append((loss.detach(), full(api, model)))
+        optimizer.zero_grad()
+    return found
 
 
 def test_ablation(two: Pool) -> None:

@@ -39,6 +39,23 @@ class TestJoinGrads(GraphTest):
 return [%reduce_grad_default]""",
         )
 
+    def test_a_view_of_no_elements(self):
+        """It begins where the next one does."""
+        hand = Hand()
+        flat, d, e = hand.input("flat", 4), hand.input("d", 4, 0), hand.input("e", 8)
+        total = hand.add(hand(FLATTEN_GRAD, d, 0, 8, [0, 1]), hand(FLATTEN_GRAD, e, 0, 8, [0]))
+        self.assertGraph(
+            join_grads(hand.returns(hand.reduce_grad(total, flat, FLAT)), PLAN),
+            """\
+%flat: f32[4]
+%d: f32[4,0]
+%e: f32[8]
+%reshape_default: f32[8] = reshape(%e, [-1])
+%clone_default: f32[8] = clone(%reshape_default, memory_format=torch.contiguous_format)
+%reduce_grad_default: f32[4] = reduce_grad(%clone_default, %flat, 'flat', reshard=gather)
+return [%reduce_grad_default]""",
+        )
+
     def test_another_term(self):
         hand = Hand()
         flat, d, e = hand.input("flat", 4), hand.input("d", 8), hand.input("e", 8)

@@ -319,6 +319,34 @@ CASES = {
         "    p.data.copy_(q.lerp_(p.data, 0.5).mul_(0.9))",
         kinds="eager,compiled",
     ),
+    "a parametrized buffer of a unit": Case(
+        "x = self.b(self.a(x) * self.a.mask)",
+        "for unit in (model.a, model):\n    fully_shard(unit)\n"
+        "nn.utils.parametrize.register_parametrization(model.a, 'mask', nn.Tanh())\n"
+        "model = compiled(model)",
+        "self.a.register_buffer('mask', torch.ones(4))",
+        kinds="eager,compiled",
+    ),
+    "a second parametrization": Case(
+        "x = self.b(self.a(x))",
+        "for unit in (model.a, model):\n    fully_shard(unit)\n"
+        "nn.utils.parametrize.register_parametrization(model.a, 'weight', nn.Tanh())\n"
+        "model = compiled(model)",
+        "nn.utils.parametrize.register_parametrization(self.a, 'weight', nn.Sigmoid())",
+        kinds="eager,compiled",
+    ),
+    "a parameter of no elements": Case(
+        "x = self.b(torch.tanh(self.a(x)) + self.none.sum())",
+        "for unit in (model.a, model):\n    fully_shard(unit)\nmodel = compiled(model)",
+        "self.none = nn.Parameter(torch.empty(0))",
+        kinds="eager,compiled",
+    ),
+    "a graph that is kept, the first was not": Case(
+        "x = self.b(torch.tanh(self.a(x)))",
+        loop="loss = model(x, ids).square().mean()\nloss.backward(retain_graph=step == 1)\n"
+        "if step == 1:\n    loss.backward()\nrecord(model, loss)\noptimizer.step()\n"
+        "optimizer.zero_grad()",
+    ),
     # errors that did not name what is wrong
     "a copy of a sharded layer": Case(
         "x = self.b(self.a(x)) + self.copied(x)",
@@ -332,6 +360,15 @@ CASES = {
         "x = self.b(self.a(x))",
         "fully_shard(model)\nnn.utils.parametrizations.weight_norm(model.a)",
         kinds="eager",
+        word="refused",
+        says="a.parametrizations.weight.original0, a.parametrizations.weight.original1 are "
+        "DTensors",
+    ),
+    "a parametrization of a unit": Case(
+        "x = self.b(self.a(x))",
+        "for unit in (model.a, model):\n    fully_shard(unit)\n"
+        "nn.utils.parametrizations.weight_norm(model.a)\nmodel = compiled(model)",
+        kinds="eager,compiled",
         word="refused",
         says="a.parametrizations.weight.original0, a.parametrizations.weight.original1 are "
         "DTensors",

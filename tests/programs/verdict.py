@@ -37,13 +37,15 @@ SET_DATA = "Failed to mutate tensor data attribute"
 # 2.11, of a backward in a compiled function
 NO_DTENSORS = "Dynamo of this torch ends in an AssertionError without a text"
 # What torch itself says of unsharded models, too, and what the script has to say: the unsharded
-# model may have been compiled for fewer shapes. A backward compiled ahead, as with dynamic shapes,
-# is for once only; 2.11 cannot compile a layer in inference mode; autograd saved another unit's
-# parameter, and its own backward has freed it (stock's processes die there). A module of a class of
-# the user's own raises the last, too; one of torch's, compiled alone with fullgraph=True, says
-# otherwise what is wrong (`test_torch_transforms_nothing_that_is_compiled_by_itself`).
+# model may have been compiled for fewer shapes. 2.11 cannot compile a layer in inference mode;
+# autograd saved another unit's parameter, and its own backward has freed it (stock's processes die
+# there). A module of a class of the user's own raises the last, too; one of torch's, compiled alone
+# with fullgraph=True, says otherwise what is wrong
+# (`test_torch_transforms_nothing_that_is_compiled_by_itself`). A backward that writes over what
+# forward has saved is for once only: other backends than our eager one compile it so.
+DONATED = "non-empty donated buffers"
 TORCHS_OWN = {
-    "non-empty donated buffers": r"retain_graph=True",
+    DONATED: r"retain_graph=True",
     "to 'torch.storage.UntypedStorage'": r"inference_mode",
     "modified by an inplace operation": r"\.unshard\(",
     # A layer of torch.nn that is compiled by itself: whether Dynamo finds a frame of its, unless it
@@ -418,7 +420,9 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script
     ):  # a full parameter is no input of the graph: Dynamo says so, with its line
         return Verdict(kind, "refused", text)
     if any(
-        words in first.text and re.search(said, script.source) for words, said in TORCHS_OWN.items()
+        words in first.text and re.search(said, script.source)
+        for words, said in TORCHS_OWN.items()
+        if words != DONATED or not kind.endswith("compiled")
     ):
         return Verdict(kind, "torch", text)
     if _is_stocks(first, outcomes.get("eager")):

@@ -612,8 +612,6 @@ def parameter_objects(api: Api) -> Any:
     model = net()
     model[0].bias.requires_grad_(False)
     old = dict(model.named_parameters())
-    for parameter in old.values():
-        parameter.note = "mine"  # type: ignore[attr-defined]
     api.units(model, "0", "2")
     new, call = list(model.parameters()), api.compile(model)
     optimizer = torch.optim.SGD([p for p in new if p.requires_grad], lr=0.1, momentum=0.9)
@@ -622,7 +620,7 @@ def parameter_objects(api: Api) -> Any:
         counts = communications(optimizer.step)
         optimizer.zero_grad()
     return (
-        [p is old[name] or hasattr(p, "note") for name, p in model.named_parameters()],
+        [p is old[name] for name, p in model.named_parameters()],
         [
             type(p) is nn.Parameter or (isinstance(p, nn.Parameter) and isinstance(p, DTensor))
             for p in new
