@@ -233,11 +233,11 @@ KINDS = ("plain", "dropout", "views+counted+held", "tied", "fsdp1", "complex")
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_numbers(two: Pool, kind: str) -> None:
     """Recomputing as well is for the plain model: what is special about others is on the host in
-    either; but for masks, which are drawn again. These two have a layer between the first and the
+    either; but for masks, which are drawn again. These two have layers between the first and the
     last.
     """
     plans = (OFFLOAD, BOTH) if kind in ("plain", "dropout") else (OFFLOAD,)
-    layers = 3 if len(plans) > 1 else LAYERS
+    layers = MANY if len(plans) > 1 else LAYERS
     for moved in two.run(as_without, plans, loop, kind, EAGER, None, layers):
         assert any("addmm" in name for name in moved), moved
 
