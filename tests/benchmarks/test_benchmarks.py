@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 import unittest
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import bench
@@ -28,6 +30,9 @@ from results import Panel, Report, Table
 from screen import Screen
 from side_by_side import Comparison
 from variants import SWEEP, VARIANTS, with_floors
+
+if TYPE_CHECKING:
+    from kit.pool import Pool
 
 
 def seen(times: list[float], **changes: float) -> dict[str, object]:
@@ -100,19 +105,6 @@ class TestBenchmarks(unittest.TestCase):
         self.assertEqual(row[0], "0.01 Gbit/s, ours_eager")
         self.assertEqual(row[-1], f"{2 * times[0] / min(times):.2f}")
         self.assertIn("(target: at most 10% at every rate)", found.notes[0])
-
-    def test_raw_exchanges(self):
-        """Between two processes, in the place of two hosts."""
-        with TemporaryDirectory() as folder:
-            output = Path(folder) / "raw.json"
-            run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-            argv = (simulated.__file__, simulated.RAW, "0.01", output)
-            subprocess.run([sys.executable, *run, *argv], check=True)
-            raw = simulated.Raw(**json.loads(output.read_text()))
-        wire = raw.wire()
-        self.assertEqual((wire.bandwidth, wire.issue), (raw.bandwidth, raw.issue))
-        self.assertGreater(raw.bandwidth, 1e6)
-        self.assertTrue(1e-11 < raw.issue < 1e-6, raw)
 
     def test_ways_on_one_device(self):
         """Ratios are to the floor and to stock over the same wire; what has failed is said."""
@@ -362,3 +354,24 @@ class TestBenchmarks(unittest.TestCase):
                 "# It\n\n`make it`\n\n![It](it.png)\n\n## Two\n\nOne fact. Another.\n\n"
                 "| what | s |\n|---|--:|\n| a | 1 |\n\nA note.\n",
             )
+
+
+def exchanged(path: str) -> None:
+    """As a host does; this process has its group already."""
+    words = [simulated.__file__, simulated.RAW, "0.01", path]
+    with (
+        mock.patch.object(torch.distributed, "init_process_group"),
+        mock.patch.object(torch.distributed, "destroy_process_group"),
+        mock.patch("sys.argv", words),
+    ):
+        runpy.run_path(simulated.__file__, run_name="__main__")
+
+
+def test_raw_exchanges(two: Pool, tmp_path: Path) -> None:
+    """Between two processes, in the place of two hosts."""
+    two.run(exchanged, str(tmp_path / "raw.json"))
+    raw = simulated.Raw(**json.loads((tmp_path / "raw.json").read_text()))
+    wire = raw.wire()
+    assert (wire.bandwidth, wire.issue) == (raw.bandwidth, raw.issue)
+    assert raw.bandwidth > 1e6
+    assert 1e-11 < raw.issue < 1e-6, raw

@@ -137,7 +137,7 @@ def test_activations_on_the_host(
     """
     text = Path(script).read_text()
     Path(script).write_text(
-        text.replace("LAYERS, BATCH = 64, 3, 8", "LAYERS, BATCH = 1024, 8, 4096")
+        text.replace("LAYERS, BATCH = 64, 3, 8", "LAYERS, BATCH = 1024, 4, 4096")
     )
     before = _predicted(script, tmp_path, "--plan", "memory_budget=0.0")
     assert "copies to it" not in capsys.readouterr().out
@@ -146,7 +146,7 @@ def test_activations_on_the_host(
     assert "copies to it" in capsys.readouterr().out
     assert found["peak"] < before["peak"]
     number = round(found["to_host_s"] / (5e-6 + 4096 * 1024 * 4 / 64e9))
-    assert 1 <= number <= 7  # inputs of layers but the first, where there is time for both ways
+    assert 1 <= number <= 3  # inputs of layers but the first, where there is time for both ways
     assert found["to_host_s"] == pytest.approx(number * (5e-6 + 4096 * 1024 * 4 / 64e9))
     assert found["from_host_s"] == pytest.approx(found["to_host_s"])
     for each in (before, found):  # collectives alone are on the wire

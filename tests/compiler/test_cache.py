@@ -4,79 +4,68 @@ made.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
-from kit.pool import Pool
+from kit.pool import Pool, alone, use_scalar_kernels
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compiled_fsdp
 from compiled_fsdp.planning import consensus
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-PROGRAM = """
-import json, os, sys
-from collections import Counter
-import torch, torch._inductor.config, torch.distributed as dist
-from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
-import compiled_fsdp
-
-inductor = torch._inductor.config  # little C++ to compile: the folder is new, also for headers
-inductor.cpp_cache_precompile_headers, inductor.cpp.simdlen = False, 1
-rank, *plans = sys.argv[1:]
-artifacts = os.environ["ARTIFACTS"]  # of all caches of torch, in one file
-if os.path.exists(artifacts):
-    torch.compiler.load_cache_artifacts(open(artifacts, "rb").read())
-dist.init_process_group("fake", store=FakeStore(), rank=int(rank), world_size=4)
-mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(2)))  # few kernels
-experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-compiled_fsdp.fully_shard(model[0], mesh=experts["efsdp"])
-for module in (model[1], model):
-    compiled_fsdp.fully_shard(module, mesh=mesh)
-ours = ("fsdp::", "_c10d_functional::")
-found = []
-for prefetch, *left_out in (name.split("-") for name in plans):
-    torch._dynamo.reset()
-    counters.clear()
-    compiled_fsdp.set_plan(compiled_fsdp.Plan(prefetch=int(prefetch), bucket_bytes=0))
-    call = torch.compile(model, fullgraph=True)
-    with compiled_fsdp.pipeline(without=left_out):
-        call(torch.ones(4, 8)).sum().backward()
-    with torch.profiler.profile() as profiler:
-        call(torch.ones(4, 8)).sum().backward()
-    ops = Counter(e.name for e in profiler.events() if e.name.startswith(ours))
-    found.append([dict(counters["inductor"]) | dict(counters["aot_autograd"]), ops])
-if not os.path.exists(artifacts):
-    open(artifacts, "wb").write(torch.compiler.save_cache_artifacts()[0])
-print(json.dumps(found))
-"""
+OURS = ("fsdp::", "_c10d_functional::")
+Found = list[tuple[dict[str, int], dict[str, int]]]
 
 
-def run(
-    folder: Path, *prefetch: int | str, rank: int = 0
-) -> list[tuple[dict[str, int], dict[str, int]]]:
+def run(folder: Path, *plans: str, rank: int = 0) -> Found:
     """Compile by some plans in a process of its own, "2-free" without that pass; cache counters,
     and how often each op of interest ran in the second step. Each rank has a cache of its own; the
     first one leaves what it has for all.
     """
-    env = dict(os.environ, ARTIFACTS=str(folder / "artifacts"), OMP_NUM_THREADS="1")
-    env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"rank{rank}")
-    command = [sys.executable, "-c", PROGRAM, str(rank), *map(str, prefetch)]
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: list[tuple[dict[str, int], dict[str, int]]] = json.loads(done.stdout.splitlines()[-1])
+    found: Found = alone(compile_by, str(folder), rank, plans)
+    return found
+
+
+def compile_by(folder: str, rank: int, plans: tuple[str, ...]) -> Found:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/rank{rank}"
+    use_scalar_kernels()  # little C++ to compile: the folder is new, also for headers
+    inductor_config.cpp_cache_precompile_headers = False
+    artifacts = Path(folder, "artifacts")  # of all caches of torch, in one file
+    if artifacts.exists():
+        torch.compiler.load_cache_artifacts(artifacts.read_bytes())
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))  # few kernels
+    compiled_fsdp.fully_shard(model[0], mesh=experts["efsdp"])
+    for module in (model[1], model):
+        compiled_fsdp.fully_shard(module, mesh=mesh)
+    found = []
+    for prefetch, *left_out in (name.split("-") for name in plans):
+        torch._dynamo.reset()
+        counters.clear()
+        compiled_fsdp.set_plan(compiled_fsdp.Plan(prefetch=int(prefetch), bucket_bytes=0))
+        call = torch.compile(model, fullgraph=True)
+        with compiled_fsdp.pipeline(without=left_out):
+            call(torch.ones(4, 8)).sum().backward()
+        with torch.profiler.profile() as profiler:
+            call(torch.ones(4, 8)).sum().backward()
+        ops = Counter(e.name for e in profiler.events() if e.name.startswith(OURS))
+        found.append((dict(counters["inductor"]) | dict(counters["aot_autograd"]), dict(ops)))
+    if not artifacts.exists():
+        saved = torch.compiler.save_cache_artifacts()
+        assert saved is not None
+        artifacts.write_bytes(saved[0])
     return found
 
 
@@ -85,8 +74,8 @@ def test_a_warm_cache_gives_the_graph_that_our_passes_made(tmp_path: Path) -> No
     of its own: by `torch.compiler.save_cache_artifacts`. Another plan does not meet it,
     nor another pipeline.
     """
-    ((_, cold),) = run(tmp_path, 2)
-    plans = 2, 0, "2-bucket_all_gather"
+    ((_, cold),) = run(tmp_path, "2")
+    plans = "2", "0", "2-bucket_all_gather"
     (counters, warm), (others, _), (shorter, _) = run(tmp_path, *plans, rank=3)
     assert counters.get("autograd_cache_hit", 0) >= 1, counters
     assert counters.get("autograd_cache_miss", 0) == 0, counters
@@ -140,8 +129,6 @@ def with_budget(folder: str) -> list[int]:
     """How many halves came from the cache, cold and then warm; rank 1 loses its cache in
     between.
     """
-    from torch._dynamo.utils import counters
-
     rank, hits, grads = dist.get_rank(), [], []
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(3)))

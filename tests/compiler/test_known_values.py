@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from kit.graphs import uncached
 from torch import nn
 from torch._inductor.fx_utils import FakeTensorUpdater
 
@@ -84,8 +85,7 @@ def asked() -> Iterator[list[bool]]:
         found.append(is_left_out)
         return number
 
-    caches = torch._inductor.config.patch(force_disable_caches=True)
-    with mock.patch.object(updater, "incremental_update", compared), caches:
+    with mock.patch.object(updater, "incremental_update", compared), uncached():
         yield found
 
 

@@ -5,9 +5,6 @@ world that is not there.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from kit.pool import use_scalar_kernels
+from kit.pool import alone, use_scalar_kernels
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import (
     all_to_all_single,
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WIDTH, BATCH = 8, 4
-KIT = Path(__file__)
 
 
 class Block(nn.Module):
@@ -300,26 +296,18 @@ CASES = {
 
 def precompile(folder: Path, *names: str) -> dict[str, str]:
     """Compile cases ahead in a process of its own; the SHA-256 of each."""
-    paths = [str(KIT.parents[1]), str(KIT.parents[2]), os.environ.get("PYTHONPATH", "")]
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
-    command = [sys.executable, "-m", "kit.ahead", str(folder), *names]
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, str] = alone(make, str(folder), *names)
     return found
 
 
-def main(folder: str, *names: str) -> None:
+def make(folder: str, *names: str) -> dict[str, str]:
     """Compile cases ahead, one after the other: units of the second have other numbers."""
-    from kit import ahead  # classes of this module, not of `__main__`
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     use_scalar_kernels()
     found = {}
     for name in names:
-        case = ahead.CASES[name]
+        case = CASES[name]
         if dist.is_initialized() and dist.get_world_size() != case.world:
             dist.destroy_process_group()
         if not dist.is_initialized():
@@ -329,8 +317,10 @@ def main(folder: str, *names: str) -> None:
             found[name] = compiled_fsdp.precompile(
                 case.model(), case.example(), Path(folder) / name, target=target
             )
-    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    from kit import ahead  # classes of this module, not of `__main__`
+
+    print(ahead.make(*sys.argv[1:]))

@@ -101,10 +101,7 @@ class Pool:
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="compiled_fsdp_pool"))
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTS)
-        with mock.patch.dict(os.environ, ENVIRONMENT):
-            forkserver.ensure_running()
+        context = _context()
         for rank in range(self.world_size):
             self._log(rank).touch()
             here, there = context.Pipe()
@@ -156,6 +153,44 @@ class Pool:
     def _stack(self, rank: int) -> str:
         path = self._folder / f"rank{rank}.stack"
         return path.read_text() if path.exists() else ""
+
+
+def alone(fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> Any:
+    """Call a module-level function in a process of its own, forked as workers are, without a group;
+    what it returned. As good as an interpreter that starts anew, but for what that reads at its
+    start.
+    """
+    context = _context()
+    here, there = context.Pipe()
+    place = (fn.__module__, sys.modules[fn.__module__].__file__, fn.__qualname__)
+    process = context.Process(target=_alone, args=(there, *place, pickle.dumps(args)))
+    process.start()
+    there.close()
+    try:
+        kind, value = here.recv() if here.poll(timeout) else ("no answer", timeout)
+    except EOFError:
+        kind, value = "died", None
+    process.kill()
+    process.join()
+    if kind != "ok":
+        raise WorkerError(f"{fn.__qualname__}{args}, in a process of its own: {kind} {value}")
+    return value
+
+
+def _alone(pipe: Connection, module: str, path: str, name: str, payload: bytes) -> None:
+    try:
+        pipe.send(("ok", getattr(_load(module, path), name)(*pickle.loads(payload))))
+    except BaseException:  # noqa: BLE001  # the parent raises it
+        pipe.send(("error", traceback.format_exc()))
+
+
+def _context() -> Any:
+    """What starts processes that have imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTS)
+    with mock.patch.dict(os.environ, ENVIRONMENT):
+        forkserver.ensure_running()
+    return context
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:

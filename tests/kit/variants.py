@@ -63,11 +63,16 @@ VARIANTS = {
     "numerics/test_muon_step.py::test_inductor": "::test_models",
     "numerics/test_traced_backward.py::test_more_numbers_of_the_loop": "::test_numbers_of_the_loop",
     "numerics/test_muon_step.py::test_four_ranks": "::test_models",
-    "numerics/test_experts_step.py::test_inductor": "::test_one_process",
+    "numerics/test_experts_step.py::test_inductor": "::test_efsdp",
+    "numerics/test_experts_step.py::test_one_process": "::test_efsdp",
     "numerics/test_experts_step.py::test_four_ranks": "::test_efsdp",
-    "numerics/test_experts_step.py::test_two_ranks[adamw]": "[clipped]",
+    "numerics/test_experts_step.py::test_two_ranks[adamw]": "[accumulated]",
+    **{
+        # Scaled, by both of their optimizers, clipped, and on a schedule.
+        f"numerics/test_experts_step.py::test_two_ranks[{name}]": "[scaled, two optimizers]"
+        for name in ("clipped", "scaled", "scaled, fused")
+    },
     "numerics/test_experts_step.py::test_two_ranks[reduced once, in chunks]": "[accumulated]",
-    "numerics/test_experts_step.py::test_two_ranks[scaled, fused]": "[scaled]",
     "numerics/test_experts_step.py::test_two_ranks[scaled, two fused]": "[scaled, two optimizers]",
     "numerics/test_scaled_step.py::test_inductor": "::test_numbers",
     "numerics/test_checked_steps.py::test_inductor": "::test_whole_steps",
@@ -78,7 +83,9 @@ VARIANTS = {
     "numerics/test_mixed.py::test_graphs_and_eager_units_with_inductor": (
         "::test_as_unsharded_with_each_gather_once"
     ),
-    "numerics/test_inductor.py::test_a_rank_that_comes_late[dtype1]": "[dtype0]",
+    "numerics/test_inductor.py::test_a_rank_that_comes_late": (
+        "::test_buffers_live_until_their_collective_is_awaited"
+    ),
     "numerics/test_inductor.py::test_the_planned_order_is_in_the_generated_code[distances]": (
         "[costs]"
     ),
@@ -166,9 +173,10 @@ VARIANTS = {
     "numerics/test_activation_offload.py::test_the_model_of_the_peak[offload-plain]": (
         "[offload-tied]"
     ),
-    "numerics/test_activation_offload.py::test_the_model_of_the_peak[recompute-tied]": (
-        "[both-tied]"
-    ),
+    **{
+        f"numerics/test_activation_offload.py::test_the_model_of_the_peak[{case}]": "[both-tied]"
+        for case in ("recompute-tied", "both-plain")
+    },
     "numerics/test_hosted_states.py::test_every_optimizer": "::test_same_numbers",
     "numerics/test_hosted_states.py::test_other_optimizers": "::test_same_numbers",
     "numerics/test_hosted_states.py::test_scripts[momentum_later]": "[grouped]",
@@ -179,6 +187,9 @@ VARIANTS = {
     },
     "numerics/test_random_fsdp1.py::test_with_regions[3]": "[0]",
     "numerics/test_equal_units.py::test_the_same_numbers[one frozen]": "[frozen]",
+    "numerics/test_equal_units.py::test_a_buffer_that_is_written_to": (
+        "::test_left_where_it_stands[a buffer is written to]"
+    ),
     "numerics/test_equal_units.py::test_the_same_numbers[split]": "[from costs]",
     "numerics/test_equal_units.py::test_the_same_numbers[accumulated]": "[plain]",
     "numerics/test_equal_units.py::test_units_of_these_classes[True]": "[False]",
@@ -378,6 +389,13 @@ VARIANTS = {
         "[llama-policy1-True]"
     ),
     "compiler/test_budgets.py::test_what_is_compiled_fits[slices]": "[halves]",
+    **{
+        f"compiler/test_budgets.py::test_what_is_compiled_fits[{case}]": (
+            "[activations, slices, from costs]"
+        )
+        for case in ("activations", "from costs")
+    },
+    "wire/test_agreement.py::test_some_ranks_have_no_graph[printing]": "[printing at first]",
     "compiler/test_budgets.py::test_what_is_compiled_fits[a whole step from costs]": (
         "[a whole step]"
     ),

@@ -178,11 +178,11 @@ def test_order(two: Pool) -> None:
 
 def budgeted() -> list[tuple[int, int]]:
     """The peak of the graph, and bytes that it gathers, with everything dropped, with everything
-    kept, and within two budgets between; the numbers are those of the loop.
+    kept, and within a budget between; the numbers are those of the loop.
     """
     options, found = Options("deep", reshard=True), []
     wanted = looped(loop := start(False, "eager", options), options, 2, once=False)
-    for budget in (0.0, 1.0, 0.3, 0.7):
+    for budget in (0.0, 1.0, 0.5):
         measured: list[tuple[int, int]] = []
 
         def measure(gm: GraphModule, _: Any, measured: Any = measured) -> None:
@@ -203,14 +203,12 @@ def budgeted() -> list[tuple[int, int]]:
 
 def test_budget(two: Pool) -> None:
     """A budget keeps as many parameters as fit beside the activations of one micro-batch."""
-    dropped, kept, low, high = two.run(budgeted, timeout=SLOW)[0]
+    dropped, kept, half = two.run(budgeted, timeout=SLOW)[0]
     assert kept[1] < dropped[1]
     least, room = dropped[0], kept[0] - dropped[0]
     assert room > 0
-    for share, (peak, gathered) in ((0.3, low), (0.7, high)):
-        assert least < peak <= least + share * room
-        assert kept[1] < gathered < dropped[1]
-    assert high[1] < low[1]
+    assert least < half[0] <= least + 0.5 * room
+    assert kept[1] < half[1] < dropped[1]
 
 
 def refused() -> None:

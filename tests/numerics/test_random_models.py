@@ -166,7 +166,12 @@ def check(first: int, number: int, fails: Callable[[Program], str | None] = fail
 def test_random_models(request: pytest.FixtureRequest, first: int) -> None:
     """Every third chunk on four ranks."""
     pool = request.getfixturevalue("four" if first % (3 * CHUNK) == 2 * CHUNK else "two")
-    pool.run(check, first, min(CHUNK, NUM_MODELS - first), timeout=600.0)
+    pool.run(check, first, number_from(first, request.config), timeout=600.0)
+
+
+def number_from(first: int, config: pytest.Config) -> int:
+    """How many of a chunk: in `make test` half of it."""
+    return min(CHUNK if config.getoption("--all") else CHUNK // 2, NUM_MODELS - first)
 
 
 @pytest.mark.parametrize("first", range(0, NUM_MODELS, CHUNK))
@@ -177,8 +182,9 @@ def test_in_a_budget(two: Pool, first: int) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, NUM_MODELS, CHUNK))
-def test_with_regions(two: Pool, first: int) -> None:
-    called, _ = two.run(check_regions, first, min(CHUNK, NUM_MODELS - first), timeout=600.0)
+def test_with_regions(two: Pool, first: int, pytestconfig: pytest.Config) -> None:
+    number = number_from(first, pytestconfig)
+    called, _ = two.run(check_regions, first, number, timeout=600.0)
     assert called > 0
 
 
