@@ -632,6 +632,20 @@ def parameter_objects(api: Api) -> Any:
     )
 
 
+@rows("2.11", status="improved")
+def test_what_a_model_notes_on_its_parameters(two: Pool) -> None:
+    """Stock loses it; ours keeps numbers and words, of which groups of an optimizer are made."""
+    two.run(each, noted_parameters)
+
+
+def noted_parameters(api: Api) -> None:
+    for of, is_kept in ((Api("stock"), False), (api, True)):
+        model = net()
+        model[0].weight.group = "first"  # type: ignore[assignment]
+        of.units(model, "0")
+        assert hasattr(model[0].weight, "group") == is_kept
+
+
 @rows("2.14")
 def test_state(two: Pool) -> None:
     two.run(same, state_access)
