@@ -171,21 +171,21 @@ def _expression(node: Node, run: Expressions, exprs: dict[Node, Expr]) -> Expr:
     if is_sum(node) and all(a.terms for a in args):
         return run.sum_of(term for a in args for term in a.terms)
     if op is aten.view.default:
-        return _view(node, run, args[0])
+        return _view(node, run, *args)
     return run(op, *args, **kwargs)
 
 
-def _view(node: Node, run: Expressions, viewed: Expr) -> Expr:
+def _view(node: Node, run: Expressions, viewed: Expr, sizes: Sequence[Any]) -> Expr:
     """The expression of a view; of one that has all dims again that another left out, what that one
     is a view of.
     """
-    shape = tuple(value(node).shape)
+    shape, before = (tuple(value(each).shape) for each in (node, node.all_input_nodes[0]))
+    is_known = all(type(size) is int for size in (*shape, *before))  # others are not to be compared
     original, its_shape = run.flattened.get(viewed, (None, None))
-    if original is not None and shape == its_shape:  # which are known sizes
+    if is_known and original is not None and shape == its_shape:
         return original
-    made = run(aten.view.default, viewed, list(node.args[1]))  # type: ignore[arg-type]
-    before = tuple(value(node.args[0]).shape)  # type: ignore[arg-type]
-    if len(shape) == 1 and all(type(size) is int for size in before):
+    made = run(aten.view.default, viewed, sizes)
+    if is_known and len(shape) == 1:
         run.flattened[made] = viewed, before
     return made
 
