@@ -34,7 +34,7 @@ WAYS = (
 QUICK = "stock ours ours_whole"
 COLUMNS = [
     *("", "peak", "over stock", "reserved", "at rest", "predicted", "over peak"),
-    *("kernels, GB", "launches"),
+    *("kernels, GB", "launches", "host, ms"),
 ]
 NOTES = (
     "GiB. **peak** and **reserved**: what the allocator had handed out, and had taken from the "
@@ -44,6 +44,8 @@ NOTES = (
     "are read and written in place twice. Not among them: matmuls, attention, the optimizer, and "
     "the copies into and out of stock's buckets, which no compiler makes (a copy of all gathered "
     "parameters, twice, and of all gradients).",
+    "**host**: the processor's time for a step, the median of 20; what CUDA's driver would take "
+    "is not in it.",
 )
 
 
@@ -132,6 +134,7 @@ def _rows(found: Mapping[str, dict[str, Any]]) -> Sequence[list[str]]:
                 f"{total / each['peak']:.3f}" if total else "",
                 f"{each['traffic'] / 1e9:.1f}" if each["traffic"] else "",
                 f"{each['launches']}" if each["launches"] else "",
+                f"{1e3 * each['host']:.1f}",
             ]
         )
     return rows

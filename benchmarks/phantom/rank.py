@@ -10,7 +10,9 @@ tensors have that these were given.
 from __future__ import annotations
 
 import ctypes
+import statistics
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ import gpu_rank
 
 from compiled_fsdp.wire import captured
 
+STEPS = 20  # whose median is taken
 OPS = torch.library.Library("aten", "IMPL")
 
 
@@ -60,7 +63,7 @@ class Launches:
     def __init__(self) -> None:
         self.times: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
-        launch = CachingAutotuner.run
+        self._launch = launch = CachingAutotuner.run
 
         def counted(kernel: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
             name = kernel.fn.__name__
@@ -71,6 +74,10 @@ class Launches:
             return launch(kernel, *args, **kwargs)  # type: ignore[no-untyped-call]
 
         CachingAutotuner.run = counted  # type: ignore[method-assign, assignment]
+
+    def stop(self) -> None:
+        """Count no more."""
+        CachingAutotuner.run = self._launch  # type: ignore[method-assign]
 
     def clear(self) -> None:
         """Another step begins."""
@@ -92,22 +99,33 @@ class CountedRank(gpu_rank.Rank):
     def build(self) -> gpu_rank.Step:
         """The step, counted."""
         self.launches = Launches()
-        step = super().build()
+        self._step = super().build()
 
         def counted() -> Tensor:
             self.launches.clear()
-            return step()
+            return self._step()
 
         return counted
 
     def _peak(self) -> dict[str, Any]:
         launches = self.launches
-        return {
+        found = {
             **super()._peak(),
             "traffic": sum(launches.num_bytes.values()),
             "launches": launches.times.total(),
             "kernels": str(launches),
         }
+        launches.stop()
+        return {**found, "host": self._host()}
+
+    def _host(self) -> float:
+        """Seconds of the processor for a step: all that it takes here."""
+        times = []
+        for _ in range(STEPS):
+            begin = time.process_time()
+            self._step()
+            times.append(time.process_time() - begin)
+        return statistics.median(times)
 
 
 if __name__ == "__main__":

@@ -130,17 +130,21 @@ class TestBenchmarks(unittest.TestCase):
         answers = {
             "stock": {
                 **{"peak": 2 << 30, "reserved": 3 << 30, "at_rest": 1 << 30},
-                **{"traffic": 2_500_000_000, "launches": 9},
+                **{"traffic": 2_500_000_000, "launches": 9, "host": 0.0125},
             },
             "ours": {
                 **{"peak": 1 << 30, "reserved": 1 << 30, "at_rest": 1 << 28},
-                **{"predicted_peak": 3 << 28, "traffic": 0, "launches": 0},
+                **{"predicted_peak": 3 << 28, "traffic": 0, "launches": 0, "host": 0.002},
             },
         }
         (table,) = gpu_memory.report({gpu.Way(n): each for n, each in answers.items()}).tables
         rows = {row[0]: row[1:] for row in table.rows}
-        self.assertEqual(rows["stock"], ["2.00", "1.00", "3.00", "1.00", "", "", "2.5", "9"])
-        self.assertEqual(rows["ours"], ["1.00", "0.50", "1.00", "0.25", "1.00", "1.000", "", ""])
+        self.assertEqual(
+            rows["stock"], ["2.00", "1.00", "3.00", "1.00", "", "", "2.5", "9", "12.5"]
+        )
+        self.assertEqual(
+            rows["ours"], ["1.00", "0.50", "1.00", "0.25", "1.00", "1.000", "", "", "2.0"]
+        )
 
     @pytest.mark.skipif(torch.version.cuda is None, reason="the library is for torch's CUDA builds")
     @pytest.mark.timeout(600)
@@ -155,6 +159,7 @@ class TestBenchmarks(unittest.TestCase):
         total = found["predicted_peak"] + found["at_rest"]
         self.assertLess(abs(total - found["peak"]), 0.05 * found["peak"])
         self.assertGreater(found["traffic"], 0)
+        self.assertGreater(found["host"], 0)
         self.assertGreaterEqual(found["kernels"].count("\n"), 5)
 
     def test_a_way_that_ends_is_left_out(self):
