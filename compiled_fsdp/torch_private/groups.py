@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from contextlib import contextmanager
@@ -208,3 +209,21 @@ def register_work(tensor: Tensor, work: Any) -> None:
 def reduce_op(name: str) -> Any:
     """The `ReduceOp` that functional collectives call by this name."""
     return {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[name]
+
+
+def trace_as_group(kind: type) -> None:
+    """Let Dynamo take instances of a class for process groups, whose size and ranks are constants
+    (`dist.get_world_size(group)` in a forward): torch 2.11 does so for its own classes alone, later
+    versions for all. Tried on 2.11 and 2.13.
+    """
+    from torch._dynamo.variables import distributed
+
+    variable: Any = getattr(distributed, "ProcessGroupVariable", None)
+    known = getattr(variable, "is_process_group", None)
+    if known is None or isinstance(known, functools.partial):
+        return
+
+    def is_group(known: Callable[[object], bool], value: object) -> bool:
+        return known(value) or type(value) is kind
+
+    variable.is_process_group = staticmethod(functools.partial(is_group, known))

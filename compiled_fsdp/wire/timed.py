@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_fsdp.torch_private.dynamo import untraced
-from compiled_fsdp.torch_private.groups import PythonGroup, PythonWork
+from compiled_fsdp.torch_private.groups import PythonGroup, PythonWork, trace_as_group
 from compiled_fsdp.torch_private.streams import SPINNING
 
 from . import timed_device
@@ -352,6 +352,7 @@ def _nothing() -> None:
 
 
 def _make(store: object, rank: int, size: int, timeout: timedelta) -> TimedGroup:
+    trace_as_group(TimedGroup)
     return TimedGroup(rank, size)
 
 

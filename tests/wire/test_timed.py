@@ -144,6 +144,19 @@ def test_groups_within_a_node_use_the_link() -> None:
         assert world.carried[-1].wire == "network"
 
 
+def test_a_group_in_what_is_compiled() -> None:
+    """Its size is a constant there, as a mixture of experts asks for it."""
+
+    def shared(x: torch.Tensor) -> torch.Tensor:
+        return x / dist.get_world_size(group)
+
+    with ranks(4):
+        group = dist.group.WORLD
+        call = torch.compile(shared, fullgraph=True, backend="eager")
+        assert call(torch.ones(1)).item() == 0.25
+    torch._dynamo.reset()
+
+
 def test_a_step_of_ours_and_of_stock() -> None:
     """The same losses, as many bytes; compiled in fewer collectives."""
     found = {}
