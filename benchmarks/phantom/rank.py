@@ -36,7 +36,11 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
     batch, heads, length, _width = query.shape
     sums = query.new_empty(batch, heads, length, 1, dtype=torch.float32)
     seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))
-    return torch.empty_like(query), sums, None, None, length, key.shape[2], seed, offset, None
+    order = sorted(range(4), key=query.stride, reverse=True)
+    found = torch.empty_permuted(
+        (*query.shape[:3], value.shape[3]), order, dtype=query.dtype, device=query.device
+    )
+    return found, sums, None, None, length, key.shape[2], seed, offset, None
 
 
 def _attention_backward(
