@@ -102,6 +102,7 @@ class Span:
             and all(map(_is_static, inputs))
             and len({tensor.device for tensor in tensors}) == 1
             and not any(may_alias(n) for n in outputs)
+            and all(n.meta["val"].is_contiguous() for n in (*inputs, *outputs) if may_lose_dims(n))
         )
 
     @cached_property
@@ -272,8 +273,9 @@ def _read_by(node: Node) -> list[Node]:
 def may_lose_dims(node: Node) -> bool:
     """Whether Inductor may return less dims than it says: on a GPU, sums over rows that it computes
     together with sums over columns ("mix-order reductions", torch 2.11 to 2.13) are one-dimensional
-    whatever they are to be. Its kernels do not mind, but a call that checks sizes raises: into and
-    out of regions such a sum goes as a view with one dim.
+    whatever they are to be. Its kernels do not mind, but a call that checks sizes raises: such
+    a sum crosses the border of a region as a view with one dim, or, if it is not contiguous, is no
+    region's.
     """
     value = node.meta.get("val")
     if node.target is not aten.sum.dim_IntList or not isinstance(value, torch.Tensor):

@@ -480,7 +480,9 @@ def test_random_graphs_compute_the_same(
 def test_sums_that_inductor_returns_with_less_dims(
     device: str, dims: list[int], keepdim: bool, may_lose: bool
 ) -> None:
-    """On a GPU, sums over rows of more than one dim."""
+    """On a GPU, sums over rows of more than one dim. A region may have them if they can be viewed
+    with one.
+    """
     with FakeTensorMode():
         hand = Hand()
         x = hand.input("x", 2, 3, WIDTH)
@@ -492,6 +494,14 @@ def test_sums_that_inductor_returns_with_less_dims(
     (span,) = (each for each in spans(hand.graph) if found in each.nodes)
     assert found in span.outputs
     assert may_lose_dims(found) == (may_lose and device == "cuda")
+    with FakeTensorMode():
+        for each in span.inputs + span.outputs:
+            each.meta["val"] = torch.empty(each.meta["val"].shape, device=device)
+        assert span.is_callable
+        given = found.meta["val"]
+        apart = [2 * stride for stride in given.stride()]
+        found.meta["val"] = torch.empty_strided(given.shape, apart, device=device)
+    assert span.is_callable != (may_lose and device == "cuda")
 
 
 def test_such_sums_cross_the_border_of_a_call_flat(monkeypatch: pytest.MonkeyPatch) -> None:
