@@ -62,18 +62,28 @@ def reduction(after: Callable[[Hand, Node], Node], *, between: bool = False) -> 
 
 
 def product(
-    *, is_read_again: bool = True, is_read_at_once: bool = False, is_reduced: bool = False
+    *,
+    is_read_again: bool = True,
+    is_read_at_once: bool = False,
+    is_reduced: bool = False,
+    is_wide: bool = False,
+    is_gathered: bool = True,
 ) -> GraphModule:
     """The gradient of a weight, and a gather whose parameter is multiplied with.
 
     is_read_again: what is behind the wait reads `gate` too.
     is_read_at_once: what is before it reads the product.
     is_reduced: its reduction starts before the gather, and behind something that ends the span.
+    is_wide: one of the values that it is computed from takes twice its bytes, and is read last.
+    is_gathered: the other parameter is an input, and something else ends the span.
     """
     hand = Hand()
     grad, gate, up = (hand.input(name, WIDTH, WIDTH) for name in ("grad", "gate", "up"))
     flat = hand.input("flat", WIDTH * WIDTH // 2)
     (spec,) = unit("u", {"w": (WIDTH, WIDTH)})
+    if is_wide:
+        wide = hand.input("wide", WIDTH, WIDTH, dtype=torch.float64)
+        up = hand(torch.ops.prims.convert_element_type.default, wide, torch.float32)
     hidden = hand(aten.mul.Tensor, hand(aten.sigmoid.default, gate), up)
     grad_w = hand(aten.mm.default, grad, hidden)
     if is_read_at_once:
@@ -82,10 +92,15 @@ def product(
         hand(aten.copy_.default, hand.input("buffer", WIDTH, WIDTH), grad)
         (other,) = unit("v", {"v": (WIDTH, WIDTH)}, reduce_dtype=torch.float64)
         grad_w = hand.reduce_grad(grad_w, hand.input("flat_v", WIDTH * WIDTH // 2), other)
-    grad_x = hand(aten.mm.default, grad, hand.unshard(flat, spec))
+    if is_gathered:
+        full = hand.unshard(flat, spec)
+    else:
+        full = hand.input("full", WIDTH, WIDTH)
+        hand(aten.copy_.default, hand.input("state", WIDTH, WIDTH), grad)
+    grad_x = hand(aten.mm.default, grad, full)
     if is_read_again:
         grad_x = hand(aten.mul.Tensor, grad_x, hand(aten.sigmoid.default, gate))
-    other = hand(aten.mm.default, gate, up)  # they stay in memory
+    other = hand(aten.mm.default, gate, grad if is_wide else up)  # they stay in memory
     return lower(hand.returns(grad_w, grad_x, other), PLAN)
 
 
@@ -132,6 +147,12 @@ return [%mm_default, %mul_tensor_1, %mm_default_2]""",
     def test_a_product_that_is_read_at_once(self):
         self.assertUnchanged(joined, product(is_read_at_once=True))
 
+    def test_what_would_live_on_in_its_place(self):
+        self.assertUnchanged(joined, product(is_wide=True))
+
+    def test_no_gather_is_awaited(self):
+        self.assertUnchanged(joined, product(is_gathered=False))
+
     def test_a_product_whose_reduction_starts_before_the_wait(self):
         self.assertUnchanged(joined, product(is_reduced=True))
 
@@ -154,6 +175,15 @@ return [%mm_default, %mul_tensor_1, %mm_default_2]""",
         gm = joined(reduction(computed))
         (wait,) = find(gm.graph, WAIT)
         assert [n for n in find(gm.graph, aten.mul.Tensor) if wait < n] == []
+
+    def test_what_saves_nothing_stays(self):
+        """Its value would be written and read in the place of what it is computed of."""
+
+        def computed(hand: Hand, grad: Node) -> Node:
+            (act,) = (n for n in grad.all_input_nodes if n.name == "act")
+            return hand(aten.mul.Tensor, hand.compute(grad), act)
+
+        self.assertUnchanged(joined, reduction(computed, between=True))
 
     def test_a_product_stays_where_it_is(self):
         """It is no kernel that could be joined with others."""
