@@ -19,11 +19,11 @@ After:
     mark_grads_(%g, %flat, offsets)
 
 Both sides may be calls of regions, between which Inductor fuses nothing: `%grad_y` was written, and
-read again. The reduction starts later by what a kernel takes longer that computes `%grad_x` too.
+read again. The reduction starts later, by the time that the kernel needs to compute `%grad_x` too.
 
-The other way, a product that only the optimizer waits for, the gradient of a weight, is computed
-behind the wait for a gather that follows it, if its factors are computed from what is read behind
-that wait again. What is gathered is awaited earlier by it, at most.
+The other way, a product that nothing needs soon, the gradient of a weight, is computed behind the
+wait for a gather that follows it, if its factors are computed from what is read again behind that
+wait. The gather then has that product less to hide behind.
 
 Requires: the graph in its final order.
 Ensures: generated kernels read and write less (`ir/traffic.py`), and no more bytes are alive at the
@@ -70,7 +70,8 @@ def join_kernels(gm: GraphModule, plan: Plan) -> GraphModule:
         early = _computed_early(here, there, between)
         move_before(early, here.nodes[-1].next)
         here = Span([*here.nodes, *early])
-        rest = [node for node in there.nodes if node not in set(early)]
+        gone = set(early)
+        rest = [node for node in there.nodes if node not in gone]
         if rest:
             late = _computed_late(here, Span(rest), between)
             _put_late(late, rest)

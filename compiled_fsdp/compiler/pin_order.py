@@ -145,8 +145,8 @@ def _is_ours(node: BaseSchedulerNode) -> bool:
 
 
 def _origins(node: BaseSchedulerNode) -> list[Node]:
-    """The nodes that it computes, of the graph that is compiled: in that of a region all would come
-    of what its call reads too.
+    """Returns the nodes that it computes. In the graph of a region, Inductor also counts what the
+    region is called with as an origin of every kernel: these are of another graph.
     """
     origins = node.node.get_origins() if node.node is not None else ()
     return [origin for origin in origins if origin.graph is V.graph.graph]

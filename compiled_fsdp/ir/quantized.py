@@ -41,8 +41,6 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 ERROR = {torch.int8: 0.5 / 127, torch.float8_e4m3fn: 16.0 / 448}
 
 
-# Casts that change no value, after which codes are made in fp32.
-WIDER = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 # What an op's arguments call them; "" for what travels as it is.
 NAMES = {None: "", torch.int8: "int8", torch.float8_e4m3fn: "float8_e4m3fn"}
 CODES = {name: codes for codes, name in NAMES.items()}

@@ -26,9 +26,9 @@ def is_cheap(node: Node) -> bool:
     return is_generated(node)
 
 
-def traffic(nodes: Set[Node]) -> int:
-    """Bytes that generated kernels read and write to compute nodes: once what others have made, and
-    what others read.
+def kernel_traffic(nodes: Set[Node]) -> int:
+    """Returns the bytes that generated kernels read and write when they compute nodes: each reads
+    once what others have made, and writes what others read.
     """
     read: dict[Node, int] = {}
     written = 0
@@ -45,11 +45,11 @@ def traffic(nodes: Set[Node]) -> int:
 
 
 def saved_by_moving(moved: Set[Node], here: Set[Node], there: Set[Node]) -> int:
-    """Bytes of traffic that are saved if some nodes of one set are computed with those of another;
-    negative if it is more.
+    """Returns the bytes of traffic that are saved if some nodes of one set are computed with those
+    of another; negative if it is more.
     """
-    before = traffic(here) + traffic(there)
-    return before - traffic(here - moved) - traffic(there | moved)
+    before = kernel_traffic(here) + kernel_traffic(there)
+    return before - kernel_traffic(here - moved) - kernel_traffic(there | moved)
 
 
 def left_behind(nodes: Set[Node]) -> int:

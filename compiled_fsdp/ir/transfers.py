@@ -282,13 +282,14 @@ def sum_bucket(
 
 
 def _cast(run: Run, grad: Value, dtype: torch.dtype, spec: ParamSpec) -> Value:
-    """A gradient in the dtype in which it is first added or sent; if it is coded as it is, and that
-    is only wider, the codes are the same without.
+    """Cast a gradient to the dtype in which it is first added or sent. What is coded as it is needs
+    no cast that only widens it: codes are made in fp32.
     """
-    how = spec.reduction
+    how, fp32 = spec.reduction, quantized.SCALE
     is_coded = quantized.reduces_bytes([spec]) and not how.is_accumulating
-    if is_coded and how.pre_divide == 1.0 and (dtype, how.first_dtype) in quantized.WIDER:
-        return grad
+    if is_coded and how.pre_divide == 1.0 and how.first_dtype == fp32:
+        if torch.promote_types(dtype, fp32) == fp32:
+            return grad
     return convert(run, grad, dtype, how.first_dtype)
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # torch's name of a group -> what all ranks' graphs call it; see `name_axes`.
 _common: dict[str, str] = {}
 
+_traced: set[type] = set()  # see `trace_as_group`
+
 Kept = TypeVar("Kept")
 
 
@@ -220,10 +222,12 @@ def trace_as_group(kind: type) -> None:
 
     variable: Any = getattr(distributed, "ProcessGroupVariable", None)
     known = getattr(variable, "is_process_group", None)
-    if known is None or isinstance(known, functools.partial):
+    _traced.add(kind)
+    if known is None or hasattr(known, "__wrapped__"):
         return
 
-    def is_group(known: Callable[[object], bool], value: object) -> bool:
-        return known(value) or type(value) is kind
+    @functools.wraps(known)
+    def is_process_group(value: object) -> bool:
+        return known(value) or type(value) in _traced
 
-    variable.is_process_group = staticmethod(functools.partial(is_group, known))
+    variable.is_process_group = staticmethod(is_process_group)
