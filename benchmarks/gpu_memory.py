@@ -26,12 +26,21 @@ if TYPE_CHECKING:
     from settings import Settings
 
 READY = 1200.0  # seconds until a way has compiled, Triton's kernels included, on two cores
-WORLD = 64
 WAYS = (
     "local stock stock_kept ours ours_whole ours_whole_kept ours_half ours_whole_half ours_fp8 "
     "ours_offload ours_whole_graphs"
 )
-QUICK = "stock ours ours_whole"
+FEW = "local stock ours ours_whole"
+# Of whom nothing is known how many tokens come to a rank, stock compiles parts of a block.
+EXPERTS = "stock_loss ours ours_whole"
+BATCHES = (
+    ("1b", 64, WAYS),
+    ("1b", 8, FEW),
+    ("1b", 512, FEW),
+    ("8b", 64, FEW),
+    ("16b", 64, EXPERTS),
+)
+QUICK = (("tiny", 64, "stock ours ours_whole"), ("tiny_experts", 64, "ours"))
 COLUMNS = [
     *("", "peak", "over stock", "reserved", "at rest", "predicted", "over peak"),
     *("kernels, GB", "launches", "host, ms"),
@@ -55,8 +64,10 @@ def run(settings: Settings, screen: Screen) -> Report:
     Raises:
         HostsError: torch is no CUDA build.
     """
-    names, size = (QUICK, "tiny") if settings.quick else (WAYS, "1b")
-    ways = [Way(name, WORLD, size, (SLOW,)) for name in names.split()]
+    batches = QUICK if settings.quick else BATCHES
+    ways = [
+        Way(name, world, size, (SLOW,)) for size, world, names in batches for name in names.split()
+    ]
     with tempfile.TemporaryDirectory() as folder:
         try:
             variables = build(Path(folder))
@@ -65,7 +76,7 @@ def run(settings: Settings, screen: Screen) -> Report:
         found: dict[Way, dict[str, Any]] = {}
         failed: list[str] = []
         for way in ways:
-            screen.line(f"gpu_memory: {way.name}")
+            screen.line(f"gpu_memory: {way.size}, {way.world} ranks: {way.variant}")
             try:
                 found[way] = each = peak(way, variables)
             except (RuntimeError, TimeoutError) as error:
@@ -100,12 +111,18 @@ def _path() -> str:
 
 
 def report(found: Mapping[Way, dict[str, Any]], failed: Sequence[str] = ()) -> Report:
-    """A table for each model; ratios are to stock's peak, and of the prediction to the peak."""
+    """A table for each model and world; ratios are to stock's peak, and of the prediction to the
+    peak.
+    """
     tables, panels = [], []
-    for size in dict.fromkeys(way.size for way in found):
-        mine = {way.variant: each for way, each in found.items() if way.size == size}
+    for size, world in dict.fromkeys((way.size, way.world) for way in found):
+        mine = {
+            way.variant: each
+            for way, each in found.items()
+            if (way.size, way.world) == (size, world)
+        }
         table = Table(
-            f"{size}, {WORLD} ranks",
+            f"{size}, {world} ranks",
             [machine(), f"{described(SIZES[size])}; bf16 parameters, fp32 reductions, AdamW."],
             COLUMNS,
             _rows(mine),

@@ -36,6 +36,7 @@ from compiled_fsdp.planning.consensus import is_undecided, note_decided
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.graphs import keep_uncopied
 from compiled_fsdp.torch_private.known_values import note_values, update_values, watch_values
+from compiled_fsdp.torch_private.sizes import fuse_hinted_sizes
 from compiled_fsdp.torch_private.subgraphs import keep_memory_apart
 
 from .driver import run_half, run_joint
@@ -96,6 +97,7 @@ class HalfPass(CustomGraphPass):
 
         keep_simple_overlap_out()
         keep_memory_apart()
+        fuse_hinted_sizes()
         gm = _module(graph)
         update_values(gm)
         run_half(gm, is_fused=True)

@@ -107,10 +107,10 @@ def _mean_of(size: torch.SymInt) -> int:
 
 def _expected_of(env: Any, symbol: Any) -> int:
     """Of a symbol that only the data decides."""
-    said = getattr(env, "var_to_hint_override", {}).get(symbol)
-    if said is not None:
+    mean, said = _expected.get(env, {}).get(symbol), _said(env).get(symbol)
+    if mean is None and said is not None:
         return int(said)
-    mean, bound = _expected.get(env, {}).get(symbol), _bound(env, symbol)
+    bound = _bound(env, symbol)
     return min((n for n in (mean, bound) if n is not None and n < ANY), default=0)
 
 
@@ -121,8 +121,16 @@ def _backed(env: Any) -> dict[Any, Any]:
     return values
 
 
+def _said(env: Any) -> dict[Any, int]:
+    """What torch is to take symbols for: as the program says, and as is noted here."""
+    hints: dict[Any, int] = getattr(env, "var_to_hint_override", {})
+    return hints
+
+
 def _share(total: Any, sizes: Iterable[Any]) -> None:
-    """Divide what others leave of a total among the sizes that nothing is known of."""
+    """Divide what others leave of a total among the sizes that nothing is known of, and tell torch:
+    its partitioner weighs what to save by such hints, Inductor fuses kernels by what they share.
+    """
     unknown, rest = {}, hint(total)
     for size in sizes:
         value = size.meta["val"] if isinstance(size, torch.fx.Node) else size
@@ -132,6 +140,7 @@ def _share(total: Any, sizes: Iterable[Any]) -> None:
             and expr.is_symbol
             and value.node.hint is None
             and expr not in _expected.get(value.node.shape_env, {})
+            and expr not in _said(value.node.shape_env)
         )
         if is_new:
             unknown[expr] = value.node.shape_env
@@ -140,3 +149,5 @@ def _share(total: Any, sizes: Iterable[Any]) -> None:
     for symbol, env in unknown.items():
         _means.pop(env, None)
         _expected.setdefault(env, {})[symbol] = max(0, -(-rest // len(unknown)))
+        if (mean := _expected_of(env, symbol)) > 0:
+            _said(env)[symbol] = mean

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -65,6 +66,36 @@ def quick_hints() -> Iterator[None]:
 
     with mock.patch.object(symbolic, "_optimization_hint_base", hint):
         yield
+
+
+def fuse_hinted_sizes() -> None:
+    """Let Inductor fuse kernels that share data of a size that only data decides, where it was told
+    what to take such a size for (`ShapeEnv.var_to_hint_override`); once.
+
+    What kernels share is what they are fused for. Torch 2.11 takes all data with such a size for
+    nothing, so that no two kernels behind a router are fused; later ones ask for the hint. Tried on
+    2.11.
+    """
+    from torch._inductor.graph import GraphLowering  # more than a second: only if it compiles
+    from torch._inductor.sizevars import SizeVarAllocator
+
+    made: Any = GraphLowering.get_dep_size_hint
+    if hasattr(SizeVarAllocator, "all_unbacked_explicitly_hinted") or hasattr(made, "__wrapped__"):
+        return
+
+    @functools.wraps(made)
+    def get(self: Any, dep: Any, count_bytes: bool = True) -> int:
+        key, hints = (dep, count_bytes), self.sizevars.var_to_hint_override
+        if key not in self.dep_size_hint_cache and made(self, dep, count_bytes) == 0:
+            with suppress(KeyError):  # a dependency on what the graph has not
+                unknown = symbolic.free_unbacked_symbols(dep.get_numel())
+                if unknown and unknown <= hints.keys():
+                    hint = dep.numbytes_hint() if count_bytes else dep.numel_hint()
+                    self.dep_size_hint_cache[key] = hint
+        return int(made(self, dep, count_bytes))
+
+    changed: Any = GraphLowering
+    changed.get_dep_size_hint = get
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Torch's guesses for sizes that only data decides, made sooner: the same guesses."""
+"""Torch's guesses for sizes that only data decides: the same ones, sooner; and what it fuses by them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,53 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
+from torch._inductor import metrics
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from compiled_fsdp.ir.expected import note_expected
 from compiled_fsdp.torch_private import sizes
 
-if not hasattr(symbolic_shapes, "optimization_hint"):
-    pytest.skip("this torch guesses otherwise", allow_module_level=True)
-
-from torch.fx.experimental.symbolic_shapes import optimization_hint
+optimization_hint: Any = getattr(symbolic_shapes, "optimization_hint", None)
+guesses = pytest.mark.skipif(optimization_hint is None, reason="this torch guesses otherwise")
 
 
+class Noted(CustomGraphPass):
+    """As our passes do behind AOTAutograd."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        note_expected(graph)
+        sizes.fuse_hinted_sizes()
+
+    def uuid(self) -> str:
+        return "noted"
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_what_reads_the_same_tokens_is_one_kernel(*, is_noted: bool) -> None:
+    """Inductor fuses by how much is shared, and took as nothing what it was told no size of."""
+
+    def compute(x: torch.Tensor, counts: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        part, rest = x.split(counts.tolist())
+        return [part.sin() @ weight, part.cos() @ weight, rest]
+
+    torch._dynamo.reset()
+    metrics.reset()
+    x, counts, weight = torch.rand(8, 16), torch.tensor([3, 5]), torch.rand(16, 16)
+    passes = Noted() if is_noted else None
+    with (
+        inductor_config.patch(post_grad_custom_post_pass=passes, force_disable_caches=True),
+        torch._dynamo.config.patch(capture_scalar_outputs=True),
+    ):
+        found = torch.compile(compute, fullgraph=True)(x, counts, weight)
+    for each, expected in zip(found, compute(x, counts, weight), strict=True):
+        torch.testing.assert_close(each, expected)
+    assert metrics.generated_kernel_count == (1 if is_noted else 2)
+
+
+@guesses
 def test_the_same_hints() -> None:
     """Of sums, products, quotients and bounds,
     with symbols that are known to be equal to others.

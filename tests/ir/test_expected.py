@@ -94,6 +94,20 @@ def test_what_the_program_expects_of_a_size_goes_first() -> None:
     assert found == [(6, 9), (9, 9)]
 
 
+def test_torch_takes_a_size_for_what_is_expected_of_it() -> None:
+    """But where the program has said something else: the others share what is left."""
+    env = ShapeEnv()
+    first, other, free = (env.create_unbacked_symint() for _ in range(3))
+    _share(12, [first, other])
+    assert env.var_to_hint_override == {first.node.expr: 6, other.node.expr: 6}
+    said, rest = env.create_unbacked_symint(), env.create_unbacked_symint()
+    env.var_to_hint_override[said.node.expr] = 10
+    _share(12, [said, rest])
+    assert (hint(said), hint(rest), hint(free)) == (10, 2, 0)
+    assert env.var_to_hint_override[rest.node.expr] == 2
+    assert free.node.expr not in env.var_to_hint_override
+
+
 def test_a_size_that_is_known_stays() -> None:
     assert hint(7) == 7
 
