@@ -1,5 +1,4 @@
-"""Torch's guesses for sizes that only data decides: the same ones, sooner; and what it fuses by them."""
-
+"""Torch's guesses for sizes that only data decides: the same, sooner; and what it fuses by them."""
 from __future__ import annotations
 
 from typing import Any
