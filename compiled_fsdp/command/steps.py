@@ -16,10 +16,10 @@ from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import flop_registry
 
 from compiled_fsdp.dump.graph_record import GraphRecord
 from compiled_fsdp.inspection import measured
+from compiled_fsdp.ir.flops import formulas
 from compiled_fsdp.options import now
 from compiled_fsdp.torch_private.tracing import is_profiling
 from compiled_fsdp.wire.runs import all_runs
@@ -138,7 +138,7 @@ class Probe:
 
 
 def flops_in(profile: Any) -> tuple[float, set[str]]:
-    """Operations of matmuls and attentions from the range `LAST` on, by torch's formulas, and the
+    """Operations of matmuls and attentions from the range `LAST` on, by their formulas, and the
     kernels that a profile says too little of: a convolution has the size of its output.
 
     torch's own counter is a dispatch mode, under which Dynamo gives compiled calls up for good.
@@ -146,11 +146,9 @@ def flops_in(profile: Any) -> tuple[float, set[str]]:
     events = profile.events()
     begin = max((e.time_range.start for e in events if e.name == LAST), default=None)
     total, uncounted = 0.0, set[str]()
-    formulas: dict[str, Any] = {
-        f"aten::{op.__name__}": formula for op, formula in flop_registry.items()
-    }
+    by_name = {f"aten::{op.__name__}": formula for op, formula in formulas().items()}
     for event in events:
-        formula = formulas.get(event.name)
+        formula = by_name.get(event.name)
         if formula is None or begin is None or event.time_range.start < begin:
             continue
         number = _number(formula, event.input_shapes)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from compiled_fsdp.ir.flops import formula_of
 from compiled_fsdp.planning.calibrate import DIGITS, calibrate, groups_of
 from compiled_fsdp.planning.costs import Costs, kernel
 from compiled_fsdp.planning.plan import current_plan, use
@@ -90,7 +90,7 @@ def measure_kernels(model: nn.Module, *example: Any, **more: Any) -> Costs:
 
 
 class Clock(TorchDispatchMode):
-    """Times every kernel that torch's FLOP counter has a formula for.
+    """Times every kernel that there is a formula for the operations of.
 
     seconds: for each kernel (see `costs.kernel`), what each of its calls took.
     """
@@ -102,7 +102,7 @@ class Clock(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, and time it if it is heavy."""
-        if func.overloadpacket not in flop_registry:
+        if formula_of(func.overloadpacket) is None:
             return func(*args, **(kwargs or {}))
         self._settle()
         start = time.perf_counter()

@@ -9,10 +9,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from . import fakes, meta
 from .collectives import HOST, STARTS
+from .flops import formula_of
 from .schema import (
     COPY_TO,
     FETCH_STATE,
@@ -378,9 +378,9 @@ def begin(graph: Graph, like: Node, op: Callable[..., Any], *args: Any) -> None:
 
 
 def is_matmul(node: Node) -> bool:
-    """Whether the node is heavy computation: torch's FLOP counter has a formula for it."""
+    """Whether the node is heavy computation: there is a formula for its operations (`flops.py`)."""
     packet = getattr(node.target, "overloadpacket", None)
-    return node.op == "call_function" and packet in flop_registry
+    return node.op == "call_function" and formula_of(packet) is not None
 
 
 def is_heavy(node: Node) -> bool:

@@ -15,10 +15,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.expected import hint
+from compiled_fsdp.ir.flops import formula_of
 from compiled_fsdp.ir.graph import argument, is_matmul, is_view
 from compiled_fsdp.ir.meta import get_seconds
 from compiled_fsdp.ir.schema import EXCHANGE, ORTHOGONALIZE, UPDATE, traits_of
@@ -192,13 +192,13 @@ def assumed(device: str) -> Costs:
 
 
 def flops(node: Node) -> float:
-    """Floating-point operations of a matmul or an attention, by torch's formulas; an estimate for
+    """Floating-point operations of a matmul or an attention, by their formulas; an estimate for
     what they reject.
     """
     args, kwargs = torch.fx.node.map_arg(
         (node.args, node.kwargs), lambda n: _as_now(n.meta.get("val"))
     )
-    formula: Any = flop_registry[node.target.overloadpacket]  # type: ignore[union-attr]
+    formula: Any = formula_of(node.target.overloadpacket)  # type: ignore[union-attr]
     try:
         return float(formula(*args, **kwargs, out_val=_as_now(node.meta.get("val"))))
     except Exception as error:  # noqa: BLE001  # formulas are torch's or anybody's, and assert what they like
