@@ -6,6 +6,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from .expected import hint
 from .graph import is_view
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -68,6 +69,8 @@ def is_read_from(begin: Node, value: Node) -> bool:
 
 
 def num_bytes(node: Node) -> int:
-    """The size of the tensor that a node yields; 0 if it yields something else."""
+    """The size of the tensor that a node yields, as expected where only data decides it; 0 if it
+    yields something else.
+    """
     value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+    return hint(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
