@@ -41,6 +41,7 @@ class Property(Enum):
     MARKED_AWAY = "what is on the host from forward to backward is marked"
     STATES_MARKED = "what the optimizer remembers on the host is marked"
     HEADS_NOTED = "which outputs lead to which parameters is noted"
+    READ_AT_ONCE = "the host reads the numbers of a tensor at once"
     GROUPS_NAMED = "groups are called what they are called on every rank"
     LOWERED = "only functional collectives are left of the fsdp ops"
     GATHERS_BUCKETED = "one all-gather a unit"

@@ -59,6 +59,7 @@ from .outline import outline
 from .overlap_exchanges import overlap_exchanges
 from .place_updates import place_updates
 from .prefetch_all_gather import prefetch_all_gather
+from .read_at_once import read_at_once
 from .read_strided import read_strided
 from .reshard import reshard
 from .separate_exchanges import separate_exchanges
@@ -104,6 +105,7 @@ PIPELINE = check_order(
         Pass(mark_offloaded, Stage.JOINT, (), P.MARKED_AWAY),
         Pass(mark_states, Stage.JOINT, (), P.STATES_MARKED),
         Pass(note_heads, Stage.JOINT, (P.DEDUPED,), P.HEADS_NOTED),
+        Pass(read_at_once, Stage.JOINT, (), P.READ_AT_ONCE),
         Pass(name_groups, Stage.JOINT, (), P.GROUPS_NAMED),
         # torch's partitioner splits the joint graph here
         Pass(lower, Stage.HALF, (P.DECIDED,), P.LOWERED, consumes=OPTIONS),
