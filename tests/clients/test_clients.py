@@ -294,12 +294,16 @@ def test_peft_lora(two: Pool, backend: str | None) -> None:
     two.run(peft_lora, backend)
 
 
-def peft_lora(backend: str | None) -> None:
+def with_lora() -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model: Any = get_peft_model(llama()[0], config)
+    return get_peft_model(llama()[0], config)
+
+
+def peft_lora(backend: str | None) -> None:
+    model = with_lora()
     reference = copy.deepcopy(model)
     before = unsharded_graphs(model, lambda call: loss_of(call, 0).backward())
     shard_layers(model, "base_model.model.model.layers")
@@ -309,6 +313,64 @@ def peft_lora(backend: str | None) -> None:
     assert seen["reduce"] == 2, "only the units with LoRA weights have anything to reduce"
     if backend:
         check_graphs(before, halves, seen)
+
+
+@needs("transformers", "peft")
+@pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
+def test_peft_merged_and_back(two: Pool, backend: str | None) -> None:
+    """Adapters added to the sharded weights and taken out again, and left out of a forward, between
+    steps: the graphs that were compiled before compute with what is there.
+    """
+    two.run(merged_and_back, backend)
+
+
+def merged_and_back(backend: str | None) -> None:
+    model = with_lora()
+    reference = copy.deepcopy(model)
+    shard_layers(model, "base_model.model.model.layers")
+    call = torch.compile(model, backend=backend) if backend else model
+
+    def same(kind: str) -> None:
+        with torch.no_grad():
+            ours, theirs = loss_of(call, 7), loss_of(reference, 7)
+        assert torch.allclose(ours, theirs, atol=1e-5), kind
+        found.append(theirs)
+
+    found: list[Tensor] = []
+    train_two_steps(model, call, reference)
+    same("with adapters")
+    with model.disable_adapter(), reference.disable_adapter():
+        same("without")
+    for one in (model, reference):
+        one.merge_adapter()
+    same("merged")
+    for one in (model, reference):
+        one.unmerge_adapter()
+    same("taken out again")
+    assert abs(found[0] - found[1]) > 1e-3, "the adapters make a difference"
+    train_two_steps(model, call, reference)
+
+
+@needs("transformers")
+@pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
+def test_gradient_checkpointing(two: Pool, backend: str | None) -> None:
+    """Of transformers: turned on before sharding, off between steps, and on again."""
+    two.run(gradient_checkpointing, backend)
+
+
+def gradient_checkpointing(backend: str | None) -> None:
+    torch.manual_seed(0)
+    model: Any
+    model, path = llama(use_cache=False)
+    reference = copy.deepcopy(model)
+    model.gradient_checkpointing_enable()
+    shard_layers(model.train(), path)
+    call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    for switch in (None, model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
+        if switch is not None:
+            switch()
+        seen = train_two_steps(model, call, reference)
+        assert seen["reduce"] == 3
 
 
 # -- Accelerate
@@ -368,8 +430,11 @@ def accelerated(name: str, checkpoints: bool, backend: str | None) -> None:
 # -- timm
 
 
-# Not installed by `make test-clients`: torchvision must be built for the very torch that is there.
-@needs("timm", "torchvision")
+@pytest.mark.skipif(
+    find_spec("timm") is None or find_spec("torchvision") is None,
+    reason="needs timm, and a torchvision that was built for the very torch that is there: "
+    "`make test-clients` installs neither",
+)
 @pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_timm(two: Pool, name: str, backend: str | None) -> None:
