@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.fusion import readers
-from compiled_fsdp.ir.graph import aliases, is_matmul, move_before
+from compiled_fsdp.ir.graph import aliases, is_matmul, move_before, move_behind
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.repeats import find_repeats
 from compiled_fsdp.ir.spans import Span
@@ -64,6 +64,7 @@ def join_kernels(gm: GraphModule, plan: Plan) -> GraphModule:
     for span in repeats.spans:
         if span.num_moved < len(span.nodes):
             move_before(span.nodes[: span.num_moved], span.nodes[span.num_moved])
+        move_behind(span.left_out, span.nodes[-1])
     here = computing[0]
     for there in computing[1:]:
         between = _between(here, there)

@@ -28,7 +28,11 @@ all parameters of a layer.
 Requires: the graph in its final order.
 Ensures: with every call replaced by what it calls, the graph computes what it did, in the same
 order, but for pointwise values that stand behind the collective after them.
-Leaves alone: what does not repeat, graphs of dynamic shapes.
+Where only data decides a size, the subgraph has a symbol of its own for it, whatever the layer's
+is (`ir/unknown_sizes.py`).
+
+Leaves alone: what does not repeat; what has an unknown size that is no function of its inputs' or
+that a program with dynamic shapes has given it.
 """
 
 from __future__ import annotations
@@ -39,8 +43,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Graph, GraphModule
 
-from compiled_fsdp.ir.graph import erase_all, move_before, output, placeholders, value
-from compiled_fsdp.ir.meta import keep_strides, take_over
+from compiled_fsdp.ir.graph import erase_all, move_before, move_behind, output, placeholders, value
+from compiled_fsdp.ir.meta import keep_strides, rename_sizes, take_over
 from compiled_fsdp.ir.repeats import find_repeats, widened
 from compiled_fsdp.ir.spans import Span, may_lose_dims
 from compiled_fsdp.ir.storage import may_alias
@@ -69,6 +73,7 @@ def outline(gm: GraphModule, plan: Plan) -> GraphModule:
     for span in repeats.spans:
         if span.num_moved < len(span.nodes):
             move_before(span.nodes[: span.num_moved], span.nodes[span.num_moved])
+        move_behind(span.left_out, span.nodes[-1])
     groups = [widened(group) for group in repeats.groups]
     flat = [{i for s in g for i, n in enumerate(s.inputs) if may_lose_dims(n)} for g in groups]
     for number, group in enumerate(groups):
@@ -90,6 +95,7 @@ def _subgraph(gm: GraphModule, span: Span, flat: AbstractSet[int]) -> GraphModul
     """
     graph = Graph()
     copies: dict[Node, Node] = {}
+    fresh = span.names.fresh()
     for i, node in enumerate(span.inputs):
         copies[node] = graph.placeholder(f"arg{i}_1")
         copies[node].meta["val"] = value(node).view(-1) if i in flat else node.meta["val"]
@@ -103,6 +109,9 @@ def _subgraph(gm: GraphModule, span: Span, flat: AbstractSet[int]) -> GraphModul
             copies[node] = results_of[node.args[0]][node.args[1]]  # type: ignore[index]
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+    if span.names.are_needed:
+        for node in copies.values():
+            rename_sizes(node, lambda size: span.names.inside(size, fresh))
     results = [_viewed(copies[n], [-1]) if may_lose_dims(n) else copies[n] for n in span.outputs]
     values = tuple(node.meta["val"] for node in results)
     end = graph.output(tuple(results))

@@ -54,13 +54,13 @@ def read_at_once(gm: GraphModule, plan: Plan) -> GraphModule:
         if selected.target is aten.select.int:
             reads[selected.all_input_nodes[0]].append(selected)
     written = {storage_of(n) for node in graph.nodes for n in written_by(node)} if reads else set()
-    for source, selected in reads.items():
+    for source, selects in reads.items():
         tensor = value(source)
-        is_few = len(selected) > 1 and hint(tensor.numel()) <= MOST
+        is_few = len(selects) > 1 and hint(tensor.numel()) <= MOST
         if tensor.device.type != "cpu" and is_few and storage_of(source) not in written:
-            first = min(selected)
+            first = min(selects)
             host = Builder(first, first)(COPY, source, torch.device("cpu"))
-            for select in selected:
+            for select in selects:
                 _read_copy(select, host)
     return gm
 

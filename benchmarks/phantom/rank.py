@@ -75,7 +75,7 @@ def route(size: gpu_rank.Size) -> None:
 
     def read_copy(number: Tensor) -> Any:
         """Of all counts at once: one for each of these ranks."""
-        found = number.tolist()
+        found: Any = number.tolist()
         is_count = number.dtype == torch.int64 and found == 0
         num_bytes = number.untyped_storage().nbytes()
         return tokens if is_count and num_bytes == 8 * size.expert_ranks else found

@@ -37,7 +37,7 @@ from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.graphs import keep_uncopied
 from compiled_fsdp.torch_private.known_values import note_values, update_values, watch_values
 from compiled_fsdp.torch_private.sizes import fuse_hinted_sizes
-from compiled_fsdp.torch_private.subgraphs import keep_memory_apart
+from compiled_fsdp.torch_private.subgraphs import prepare_subgraphs
 
 from .driver import run_half, run_joint
 from .partition import install_partitioner
@@ -96,7 +96,7 @@ class HalfPass(CustomGraphPass):
         from .pin_order import keep_simple_overlap_out  # imports Inductor's scheduler
 
         keep_simple_overlap_out()
-        keep_memory_apart()
+        prepare_subgraphs()
         fuse_hinted_sizes()
         gm = _module(graph)
         update_values(gm)

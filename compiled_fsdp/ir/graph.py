@@ -413,6 +413,13 @@ def move_before(nodes: Iterable[Node], anchor: Node) -> None:
         anchor.prepend(node)
 
 
+def move_behind(nodes: Iterable[Node], anchor: Node) -> None:
+    """Put `nodes`, in the order given, directly behind `anchor`."""
+    for node in nodes:
+        anchor.append(node)
+        anchor = node
+
+
 def erase_all(nodes: Iterable[Node]) -> None:
     """Erase nodes that nobody outside uses, last first."""
     for node in reversed(list(nodes)):

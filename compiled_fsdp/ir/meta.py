@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.checkpoint import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.fx import GraphModule, Node
 
@@ -336,6 +336,12 @@ def copy_into(node: Node, original: Node) -> None:
     look the node up twice.
     """
     node.meta.update(original.meta)
+
+
+def rename_sizes(node: Node, renamed: Callable[[Any], Any]) -> None:
+    """Let a node yield what it did with other symbols for its sizes, and forget what it read."""
+    node.meta["val"] = renamed(node.meta["val"])
+    node.meta.pop("eager_input_vals", None)
 
 
 def keep_strides(output: Node, strides: list[tuple[int, ...]]) -> None:

@@ -9,7 +9,7 @@ options, shapes, strides, dtypes, and read the same places of each other.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,12 @@ from torch.fx import Node
 
 from .fusion import BECOME_WRITES
 from .graph import find, is_matmul, is_view, output
-from .meta import get_tag
+from .meta import get_tag, makes_sizes
 from .schema import COPIES_OUT, FREE, MARK_GRADS, MOMENTUM, TRAITS, UPDATE
 from .storage import CASTS, may_alias, read_first, storage_of, written_by
 from .subgraphs import unit_called_by
 from .traffic import connected, saved_by_moving
+from .unknown_sizes import Names
 
 if TYPE_CHECKING:
     from torch.fx import Graph
@@ -31,6 +32,12 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 ALIGNMENT = 64  # bytes: what vectors and kernels may assume of an address
 _KNOWN = frozenset((int,))  # the type of a size that is no symbol
+SIZES_OF = {
+    aten.sym_size.int,
+    aten.sym_stride.int,
+    aten.sym_numel.default,
+    aten.sym_storage_offset.default,
+}
 _REDUCTIONS = {
     aten.mean.dim,
     aten.sum.dim_IntList,
@@ -45,10 +52,12 @@ class Span:
     stay. What it reads and yields is that of the graph when it was first asked for.
 
     num_moved: how many of the first stand before the collective that the others follow.
+    left_out: nodes that stand among the others, and are part of a write behind all of them.
     """
 
     nodes: list[Node]
     num_moved: int = 0
+    left_out: list[Node] = field(default_factory=list)
 
     @cached_property
     def inside(self) -> set[Node]:
@@ -87,23 +96,36 @@ class Span:
             node = read_first(node)
         return node
 
+    @cached_property
+    def names(self) -> Names:
+        """What stands for sizes that only data decides."""
+        return Names(n.meta.get("val") for n in self.inputs)
+
     @property
     def is_callable(self) -> bool:
-        """Whether it can be called as a function: of tensors, on one device, at least one of them
-        in and one out, none of which is a tuple or lies in another.
+        """Whether it can be called as a function: of tensors, and sizes of theirs, on one device,
+        at least one tensor in and one out, none of which is a tuple or lies in another.
         """
         inputs, outputs = self.inputs, self.outputs
-        values = [n.meta.get("val") for n in (*inputs, *outputs)]
+        given = [n.meta.get("val") for n in inputs]
+        values = [v for v in given if not isinstance(v, torch.SymInt)]
+        values += [n.meta.get("val") for n in outputs]
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
         return (
-            bool(inputs)
+            any(isinstance(value, torch.Tensor) for value in given)
             and bool(outputs)
             and len(tensors) == len(values)
-            and all(map(_is_static, inputs))
             and len({tensor.device for tensor in tensors}) == 1
             and not any(may_alias(n) for n in outputs)
-            and all(n.meta["val"].is_contiguous() for n in (*inputs, *outputs) if may_lose_dims(n))
+            and all(map(_keeps_dims, (*inputs, *outputs)))
+            and None not in self._values.values()
         )
+
+    @cached_property
+    def _values(self) -> dict[Node, tuple[Any, ...] | None]:
+        """What inputs and nodes yield, with names for sizes; None for what has none."""
+        inputs = {node: _values(node, self.names, is_input=True) for node in self.inputs}
+        return inputs | {node: _values(node, self.names) for node in self.nodes}
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
@@ -111,11 +133,16 @@ class Span:
         number = {node: i for i, node in enumerate(self.nodes)}
         inputs = {node: -1 - i for i, node in enumerate(self.inputs)}
         lines = tuple(
-            (n.target, _form(n.args, number, inputs), _form(n.kwargs, number, inputs), _values(n))
+            (
+                n.target,
+                _form(n.args, number, inputs),
+                _form(n.kwargs, number, inputs),
+                self._values[n],
+            )
             for n in self.nodes
         )
         outputs = tuple(number[n] for n in self.outputs)
-        return (lines, tuple(map(_values, inputs)), outputs)
+        return (lines, tuple(self._values[n] for n in inputs), outputs, self.names.bounds)
 
 
 def spans(graph: Graph) -> list[Span]:
@@ -145,7 +172,23 @@ def spans(graph: Graph) -> list[Span]:
             found[i + 1] = Span([*reversed(moved), *found[i + 1].nodes])
     for i, span in enumerate(found):
         span.num_moved = sum(stands[n] < i for n in span.nodes)
+        found[i] = _without_parts_of_writes(span)
     return [span for span in found if span.nodes]
+
+
+def _without_parts_of_writes(span: Span) -> Span:
+    """A span without the cheap values that nothing reads but what becomes a write behind it, with
+    which they are one kernel: a scatter of tokens to where they came from, say.
+    """
+    left: dict[Node, None] = {}
+    for node in reversed(span.nodes[span.num_moved :]):
+        is_read = all(u in left or u.target in BECOME_WRITES for u in node.users)
+        if node.users and is_read and _is_movable(node):
+            left[node] = None
+    if all(map(may_alias, left)):
+        return span
+    nodes = [node for node in span.nodes if node not in left]
+    return Span(nodes, span.num_moved, [*reversed(left)])
 
 
 def _worth_moving(moved: list[Node], here: Span, there: Span) -> list[Node]:
@@ -167,6 +210,8 @@ def _between(graph: Graph) -> tuple[list[Span], list[set[Node]]]:
     of_updates = _of_updates(graph)
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr") or node.target in (FREE, _seed()):
+            continue
+        if _is_about_sizes(node, inside):
             continue
         if _has_to_stay(node) or node in of_updates:
             if is_view(node) and node.target not in TRAITS:
@@ -217,6 +262,21 @@ def _seed() -> object:
     return getattr(prims.inductor_lookup_seed, "default", None)
 
 
+def _is_about_sizes(node: Node, inside: set[Node]) -> bool:
+    """Whether a node computes with sizes alone, none of which is that of a value of a span: it
+    stands outside of spans, and ends none.
+    """
+    if node.op != "call_function" or makes_sizes(node):
+        return False
+    values, read = _given(node), node.all_input_nodes
+    return (
+        bool(read)
+        and not any(isinstance(value, torch.Tensor) for value in values)
+        and inside.isdisjoint(read)
+        and (node.target in SIZES_OF or not any(_given(n) and _yields_tensors(n) for n in read))
+    )
+
+
 def _has_to_stay(node: Node) -> bool:
     if node.op != "call_function":
         return True
@@ -225,7 +285,7 @@ def _has_to_stay(node: Node) -> bool:
     if unit_called_by(node) is not None:
         return not _is_static(node)
     op = node.target
-    return not isinstance(op, torch._ops.OpOverload) or _stays(op) or not _is_static(node)
+    return not isinstance(op, torch._ops.OpOverload) or _stays(op) or not _yields_tensors(node)
 
 
 @cache
@@ -285,6 +345,19 @@ def may_lose_dims(node: Node) -> bool:
     return value.device.type != "cpu" and value.ndim > 1 and ndim - 1 not in dims
 
 
+def _keeps_dims(node: Node) -> bool:
+    """Whether a value crosses the border of a region as it is, or can with one dim."""
+    return not may_lose_dims(node) or (
+        not yields_dynamic(node) and node.meta["val"].is_contiguous()
+    )
+
+
+def _yields_tensors(node: Node) -> bool:
+    """Whether a node yields tensors alone, or nothing, and decides no size."""
+    is_all = all(isinstance(value, torch.Tensor) for value in _given(node))
+    return is_all and not makes_sizes(node)
+
+
 def _is_static(node: Node) -> bool:
     """Whether a node yields tensors of known sizes alone."""
     return all(isinstance(v, torch.Tensor) for v in _given(node)) and not yields_dynamic(node)
@@ -318,13 +391,32 @@ def _form(argument: Any, number: dict[Node, int], inputs: dict[Node, int]) -> An
     return repr(argument)
 
 
-def _values(node: Node) -> tuple[Any, ...]:
+def _values(node: Node, names: Names, *, is_input: bool = False) -> tuple[Any, ...] | None:
+    """What a node yields, with names for sizes; None if one has none."""
     values = node.meta.get("val")
-    return tuple(map(_value, values if isinstance(values, list | tuple) else (values,)))
+    each = values if isinstance(values, list | tuple) else (values,)
+    found = tuple(_value(value, names, is_input=is_input) for value in each)
+    return None if () in found else found
 
 
-def _value(value: Any) -> tuple[Any, ...] | None:
+def _value(value: Any, names: Names, *, is_input: bool) -> tuple[Any, ...] | None:
     if value is None:
         return None
-    place = value.storage_offset() * value.element_size() % ALIGNMENT
-    return (value.dtype, tuple(value.shape), tuple(value.stride()), place, value.device)
+    if not isinstance(value, torch.Tensor):
+        size = names.of(value) if isinstance(value, int | torch.SymInt) else None
+        return () if size is None else ("size", size)
+    sizes, offset = (*value.shape, *value.stride()), value.storage_offset()
+    if _KNOWN.issuperset(map(type, (*sizes, offset))):
+        place = offset * value.element_size() % ALIGNMENT
+        return (value.dtype, sizes, place, value.device)
+    named, begin = tuple(map(names.of, sizes)), names.of(offset)
+    if None in named or (is_input and not _is_aligned(begin, value)):
+        return ()
+    return (value.dtype, named, value.device)
+
+
+def _is_aligned(begin: Any, value: torch.Tensor) -> bool:
+    """Whether a tensor of unknown sizes, or at an unknown place, begins where vectors may: inside
+    of a region, Inductor takes that for granted.
+    """
+    return begin is not None and begin * value.element_size() % ALIGNMENT == 0

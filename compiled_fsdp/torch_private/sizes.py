@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
+import torch
 import torch._functorch.partitioners as partitioners
 import torch._inductor.config as inductor_config
 import torch.fx.experimental.symbolic_shapes as symbolic
 from torch import Tensor
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 try:
     from torch.fx.experimental import _size_hinting as hinting
@@ -20,7 +22,7 @@ except ImportError:  # not in every version that is supported
     hinting = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch.fx import Node
 
@@ -162,3 +164,57 @@ def symbols_of(nodes: Iterable[Node]) -> set[Any]:
     for node in nodes:
         found |= symbolic.free_symbols(node.meta.get("val"))
     return found
+
+
+def expression(size: Any) -> Any:
+    """A size as a number, or as an expression of symbols."""
+    if isinstance(size, int):
+        return size
+    expr = size.node.expr
+    return int(expr) if expr.is_Integer else expr
+
+
+def asserted_number(size: Any) -> int | None:
+    """The number that the program asserts a size to be, at run time; None if it says nothing."""
+    expr, env = size.node.expr, size.node.shape_env
+    for symbol in expr.free_symbols:
+        for asserted in env.deferred_runtime_asserts.get(symbol, ()):
+            if isinstance(asserted.expr, sympy.Eq) and expr in asserted.expr.args:
+                (other,) = (each for each in asserted.expr.args if each != expr)
+                if other.is_Integer:
+                    return int(other)
+    return None
+
+
+def is_unknown(size: torch.SymInt) -> bool:
+    """Whether data alone decides a size, and no symbol in it is one that torch has a value of."""
+    symbols = size.node.expr.free_symbols
+    return bool(symbols) and all(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in symbols)
+
+
+def bounds_of(size: Any) -> Any:
+    """Between which numbers a size is known to be."""
+    return size.node.shape_env.bound_sympy(size.node.expr)
+
+
+def new_size(like: Any, hint: int) -> Any:
+    """A new symbol for a size like another, that only data decides, within the same bounds; torch
+    is told to take it for `hint`. Tried on 2.11, 2.13 and 2.15.
+    """
+    env = like.node.shape_env
+    with env.ignore_fresh_unbacked_symbols():
+        size = env.create_unbacked_symint()
+    bounds = bounds_of(like)
+    lower = max(int(bounds.lower), 0) if bounds.lower.is_Integer else 0
+    upper = int(bounds.upper) if bounds.upper.is_Integer and bounds.upper > 2 else None
+    symbolic._constrain_range_for_size(size, min=lower, max=upper)
+    if hint > 0:
+        env.var_to_hint_override[size.node.expr] = hint
+    return size
+
+
+def with_sizes(value: Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> Tensor:
+    """A fake tensor like another, of other sizes, in a storage of its own."""
+    mode: Any = value.fake_mode  # type: ignore[attr-defined]
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)

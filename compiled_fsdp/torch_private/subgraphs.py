@@ -6,20 +6,25 @@ Tried on torch 2.11, 2.13 and 2.15.
 from __future__ import annotations
 
 import functools
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
+import torch.fx.experimental.symbolic_shapes as symbolic
 from torch._guards import CompileContext, TracingContext
 from torch._inductor import config
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Interpreter
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .fakes import alike, look, mode_of, storage_of
+from .sizes import expression
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.fx import GraphModule
 
@@ -37,13 +42,16 @@ def why_inline() -> str:
     return "not tried with CUDA graphs" if config.triton.cudagraphs else ""
 
 
-def keep_memory_apart() -> None:
-    """Let a subgraph's memory be its own, once for all.
+def prepare_subgraphs() -> None:
+    """Let a subgraph's memory and symbols be its own, once for all.
 
     Before 2.15 a subgraph of a backward takes its inputs for the outer graph's of the same number,
     and may write into those that the outer one was given for good ("donated"). And to the outer
     graph each result is a buffer of its own, also one that lies in an argument or in another
     result: memory of such calls is never used again.
+
+    One that has symbols of its own for its sizes is lowered for these, not for those that it is
+    first called with; results of a call are of the sizes that the call says.
     """
     from torch._inductor import graph, ir  # more than a second: only if Inductor compiles
     from torch._inductor.virtualized import V
@@ -61,17 +69,55 @@ def keep_memory_apart() -> None:
 
     @functools.wraps(create)
     def then_keep(subgraph: Any, *operands: Any) -> Any:
-        results = create(subgraph, *operands)
+        graph_of_it: Any = subgraph.graph_module.graph
+        given = [node.meta.get("val") for node in graph_of_it.find_nodes(op="placeholder")]
+        has_own_symbols = _has_symbols_of(given, V.graph.current_node)
+        if subgraph.graph is None and has_own_symbols:
+            subgraph.graph = V.graph.make_subgraph(subgraph.graph_module, given, subgraph.name)
+            with V.set_graph_handler(subgraph.graph), _said_what_to_do(subgraph.name):
+                subgraph.graph.run(*given)
+        results: Any = create(subgraph, *operands)
         inside = subgraph.graph
         names = [*inside.graph_inputs, *(each.get_name() for each in inside.graph_outputs)]
         if len({*names}) < len(names):
-            V.graph.never_reuse_buffers.update(each.get_name() for each in (*operands, *results))
+            buffers = (each for each in operands if not isinstance(each, sympy.Basic))
+            V.graph.never_reuse_buffers.update(each.get_name() for each in (*buffers, *results))
+        if has_own_symbols:
+            for result, value in zip(results, V.graph.current_node.meta["val"], strict=True):
+                layout = result.layout
+                layout.size = [expression(size) for size in value.shape]
+                layout.stride = [expression(size) for size in value.stride()]
         return results
 
     changed: Any = graph.SubgraphLowering
     changed.__init__ = init
     invoke: Any = ir.InvokeSubgraph
     invoke.create = then_keep
+
+
+def _has_symbols_of(given: Sequence[Any], call: Any) -> bool:
+    """Whether the inputs of a subgraph have symbols of their own, or numbers, where what a call
+    gives has symbols.
+    """
+    outside = symbolic.free_symbols([n.meta["val"] for n in call.args[2:]])
+    return bool(outside) and outside.isdisjoint(symbolic.free_symbols(given))
+
+
+@contextmanager
+def _said_what_to_do(name: str) -> Iterator[None]:
+    """Inside, what Inductor cannot lower for sizes it knows nothing of ends with words about it."""
+    from torch._inductor.exc import LoweringException
+
+    try:
+        yield
+    except (GuardOnDataDependentSymNode, LoweringException) as error:
+        if isinstance(error, LoweringException) and "data-dependent" not in str(error):
+            raise
+        raise RuntimeError(
+            f"compiled_fsdp: compiling {name}, which several layers call, for sizes that only data "
+            f"decides: {error}. What a program asserts of such sizes (torch._check) is not known "
+            "inside of it; Plan(regions='off') compiles every layer in its place."
+        ) from error
 
 
 def operator_name(target: object) -> str:

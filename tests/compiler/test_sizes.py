@@ -1,4 +1,5 @@
 """Torch's guesses for sizes that only data decides: the same, sooner; and what it fuses by them."""
+
 from __future__ import annotations
 
 from typing import Any

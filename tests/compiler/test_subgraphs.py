@@ -5,17 +5,22 @@ by the graph that calls it.
 from __future__ import annotations
 
 import operator
+import re
 from typing import TYPE_CHECKING
 
+import pytest
+import sympy
 import torch
 from kit.passes_harness import Hand, aten
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.exc import LoweringException
 from torch._inductor.graph import SubgraphLowering
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from compiled_fsdp.ir.meta import keep_strides
 from compiled_fsdp.ir.subgraphs import INVOKE
-from compiled_fsdp.torch_private.subgraphs import keep_memory_apart
+from compiled_fsdp.torch_private.subgraphs import _said_what_to_do, prepare_subgraphs
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -55,7 +60,7 @@ def value_of(node: Node) -> torch.Tensor:
 
 
 def test_a_result_in_an_argument_is_not_written_over() -> None:
-    keep_memory_apart()
+    prepare_subgraphs()
     gm, inputs = call_of_a_view()
     compiled = compile_fx_inner(gm, inputs)
     p, q = torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE // 2)
@@ -65,7 +70,26 @@ def test_a_result_in_an_argument_is_not_written_over() -> None:
 
 
 def test_it_is_done_once() -> None:
-    keep_memory_apart()
+    prepare_subgraphs()
     before = SubgraphLowering.__init__
-    keep_memory_apart()
+    prepare_subgraphs()
     assert SubgraphLowering.__init__ is before
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_sizes_that_inductor_has_to_know_more_of(*, wraps: bool) -> None:
+    """What it says is followed by what to do, also where its lowering has wrapped that."""
+    error: Exception = GuardOnDataDependentSymNode(sympy.Symbol("u0") > 3, "data-dependent: u0 > 3")
+    if wraps:
+        error = LoweringException(error, "aten.view", [], {})
+    said = r"compiling fsdp_region_7, .*u0 > 3.*Plan\(regions='off'\)"
+    with (
+        pytest.raises(RuntimeError, match=re.compile(said, re.DOTALL)),
+        _said_what_to_do("fsdp_region_7"),
+    ):
+        raise error
+
+
+def test_other_errors_stay() -> None:
+    with pytest.raises(LoweringException, match="no kernel"), _said_what_to_do("fsdp_region_7"):
+        raise LoweringException(ValueError("no kernel"), "aten.view", [], {})
