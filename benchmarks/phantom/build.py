@@ -3,8 +3,9 @@ needs in its environment to find it.
 
     env $(python benchmarks/phantom/build.py out/phantom) python benchmarks/phantom/rank.py ours
 
-Private to CUDA builds of torch, tried on 2.11 with CUDA 13 and Triton 3.6: the names of their
-libraries, and where the headers of the runtime are.
+Private to CUDA builds of torch: the names of their libraries, where the headers of the runtime are,
+and what Triton calls of the driver. Tried on 2.11 with CUDA 13.0 and Triton 3.6, 2.14 with 13.0 and
+3.8, and 2.15 with 13.2 and 3.9.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PREFIXES = r"(?:__cuda|cu|nccl)[A-Za-z0-9_]+"
 LOOKED_UP = (
     "cuCtxSetCurrent cuCtxSetLimit cuCtxSynchronize cuFuncSetAttribute cuFuncSetCacheConfig "
     "cuMemcpyHtoD_v2 cuMemsetD32Async cuMemsetD8Async cuModuleUnload cuStreamSynchronize "
-    "cuStreamWriteValue32 cuTensorMapEncodeTiled"
+    "cuStreamWriteValue32 cuTensorMapEncodeIm2col cuTensorMapEncodeTiled"
 )
 
 # The part of CUDA's headers that its compiler brings: marks for functions, which gcc needs not.

@@ -163,6 +163,7 @@ E cuDeviceGet(int *d, int i) { *d = i; return 0; }
 E cuDeviceGetAttribute(int *v, int a, int d) { return cudaDeviceGetAttribute(v, a, d); }
 E cuGetErrorString(int e, const char **s) { *s = "phantom"; return 0; }
 E cuCtxGetCurrent(void **c) { *c = (void *)16; return 0; }
+E cuCtxGetDevice(int *d) { *d = 0; return 0; }
 E cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)16; return 0; }
 E cuDevicePrimaryCtxGetState(int d, unsigned *f, int *a) { *f = 0; *a = 1; return 0; }
 E cuModuleLoadData(void **m, const void *i) { *m = malloc(8); return 0; }
@@ -175,6 +176,7 @@ E cuLaunchKernelEx(const void *c, void *f, void **p, void **x) { return 0; }
 E cuLaunchCooperativeKernel(void *f) { return 0; }
 E cuOccupancyMaxActiveClusters(int *n, void *f, void *c) { *n = 16; return 0; }
 E cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *f, int b, size_t m) { *n = 2; return 0; }
+E cuStreamIsCapturing(void *s, int *st) { return cudaStreamIsCapturing(s, st); }
 E cuCtxGetLimit(size_t *v, int l) { *v = 1 << 20; return 0; }
 E cuPointerGetAttribute(void *v, int a, unsigned long long p) { *(unsigned long long *)v = a == 2 ? 2 : p; return kind_of((void *)p) == DEVICE ? 0 : 1; }
 E cuMemGetAllocationGranularity(size_t *g, void *p, int o) { *g = 2 << 20; return 0; }

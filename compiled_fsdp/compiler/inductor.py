@@ -27,8 +27,9 @@ from compiled_fsdp import passes
 from compiled_fsdp.dump import writer as dump
 from compiled_fsdp.ir.collectives import STARTS
 from compiled_fsdp.ir.graph import find, output
-from compiled_fsdp.ir.meta import see_tensors_only
+from compiled_fsdp.ir.meta import get_tag, keep_unpadded, see_tensors_only
 from compiled_fsdp.ir.schema import TO_LOWER
+from compiled_fsdp.ir.storage import storage_of
 from compiled_fsdp.ir.view_values import follow_views
 from compiled_fsdp.passes.pipeline import key as pipeline_key
 from compiled_fsdp.planning import chunks
@@ -36,6 +37,7 @@ from compiled_fsdp.planning.consensus import is_undecided, note_decided
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.graphs import keep_uncopied
 from compiled_fsdp.torch_private.known_values import note_values, update_values, watch_values
+from compiled_fsdp.torch_private.padding import then_mark
 from compiled_fsdp.torch_private.sizes import fuse_hinted_sizes
 from compiled_fsdp.torch_private.subgraphs import prepare_subgraphs
 
@@ -98,6 +100,7 @@ class HalfPass(CustomGraphPass):
         keep_simple_overlap_out()
         prepare_subgraphs()
         fuse_hinted_sizes()
+        then_mark(_keep_sent_unpadded)
         gm = _module(graph)
         update_values(gm)
         run_half(gm, is_fused=True)
@@ -161,6 +164,14 @@ def _cached_as(name: str) -> str | None:
     if dump.folder() or passes_key is None or is_undecided(plan) or chunks.current() is not None:
         return None
     return f"compiled_fsdp {name} {source_hash()} {passes_key} {plan}"
+
+
+def _keep_sent_unpadded(graph: Graph) -> None:
+    """What units send is in one piece: a bucket's buffer, of which they send a view."""
+    for node in find(graph, *STARTS):
+        if get_tag(node) is not None:
+            for value in node.all_input_nodes:
+                keep_unpadded(storage_of(value))
 
 
 def _module(graph: Graph) -> GraphModule:

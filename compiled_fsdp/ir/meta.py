@@ -371,6 +371,13 @@ def is_called(node: Node) -> bool:
     return bool(node.meta.get("should_fallback"))
 
 
+def keep_unpadded(node: Node) -> None:
+    """Let Inductor make this in one piece, however long its rows are. Tried on 2.11, 2.13, 2.14 and
+    2.15.
+    """
+    node.meta["dislike_padding"] = True
+
+
 def set_seconds(node: Node, seconds: float) -> None:
     """Note what all ranks take a node to cost, see `consensus.py`."""
     node.meta["fsdp_seconds"] = seconds

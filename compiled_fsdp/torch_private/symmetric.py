@@ -6,7 +6,7 @@ Tried on no device yet: tests see that it is called as torch's own `set_symm_mem
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,7 +33,8 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """
     from torch.distributed import _symmetric_memory
 
-    with torch.cuda.use_mem_pool(_symmetric_memory.get_mem_pool(device)):
+    pool: Any = _symmetric_memory.get_mem_pool(device)  # from 2.15 on, XPU's may be one too
+    with torch.cuda.use_mem_pool(pool):
         return torch.empty(numel, dtype=dtype, device=device)
 
 

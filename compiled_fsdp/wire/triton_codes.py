@@ -5,7 +5,7 @@ The bytes are those of `codes.py`: every product and quotient is rounded by itse
 (`enable_fp_fusion=False`, `div_rn`). Importing this needs Triton, which torch's CUDA builds bring.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped"
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def compile_quickly() -> None:
 def lower_as_for_a_device() -> None:
     """Inductor looks at more of a graph where a device may want padding; on a CPU it leaves that
     out, and a graph that only a device refuses would pass. What tests compile is too small to be
-    padded.
+    padded, but for `test_padding.py`.
     """
     import torch._inductor.config
 
