@@ -168,6 +168,16 @@ class TestBenchmarks(unittest.TestCase):
         self.assertGreater(found["host"], 0)
         self.assertGreaterEqual(found["kernels"].count("\n"), 5)
 
+    @pytest.mark.skipif(torch.version.cuda is None, reason="the library is for torch's CUDA builds")
+    @pytest.mark.timeout(600)
+    def test_experts_on_a_device_that_computes_nothing(self):
+        """Each rank gets as many tokens as it sends, though nothing there counts them."""
+        with TemporaryDirectory() as folder:
+            variables = build.build(Path(folder))
+            found = gpu_memory.peak(gpu.Way("ours", size="tiny_experts"), variables)
+        self.assertGreater(found["peak"], found["at_rest"])
+        self.assertIn("_grouped_mm", found["kernels"])
+
     def test_a_way_that_ends_is_left_out(self):
         screen = Screen(1)
         ways = (gpu.Way("local", size="no size"),)
