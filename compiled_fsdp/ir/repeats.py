@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .graph import is_view
 from .schema import COPIES_OUT, TRAITS
-from .spans import Span, spans, yields_dynamic
+from .spans import Span, spans, without_parts_of_writes, yields_dynamic
 from .storage import may_alias, read_first
 from .subgraphs import unit_called_by
 
@@ -74,8 +74,26 @@ def find_repeats(graph: Graph) -> Repeats:
         if _is_large(span) and span.is_callable:
             groups[span.form].append(span)
     often = [group for group in groups.values() if len(group) >= LEAST_TIMES]
+    often = [_without_parts_of_writes(group, found) for group in often]
     alone = [span for group in groups.values() if len(group) < LEAST_TIMES for span in group]
     return Repeats(found, often, alone, is_dynamic=any(map(yields_dynamic, graph.nodes)))
+
+
+def _without_parts_of_writes(group: list[Span], among: list[Span]) -> list[Span]:
+    """Equal spans without what is part of a write behind them, if that is so of all of them, in
+    their place among all spans.
+    """
+    smaller = [without_parts_of_writes(span) for span in group]
+    is_better = (
+        all(span.left_out for span in smaller)
+        and len({span.form for span in smaller}) == 1
+        and all(_is_large(span) and span.is_callable for span in smaller)
+    )
+    if not is_better:
+        return group
+    for span, instead in zip(group, smaller, strict=True):
+        among[among.index(span)] = instead
+    return smaller
 
 
 def _is_large(span: Span) -> bool:

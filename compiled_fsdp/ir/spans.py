@@ -172,23 +172,7 @@ def spans(graph: Graph) -> list[Span]:
             found[i + 1] = Span([*reversed(moved), *found[i + 1].nodes])
     for i, span in enumerate(found):
         span.num_moved = sum(stands[n] < i for n in span.nodes)
-        found[i] = _without_parts_of_writes(span)
     return [span for span in found if span.nodes]
-
-
-def _without_parts_of_writes(span: Span) -> Span:
-    """A span without the cheap values that nothing reads but what becomes a write behind it, with
-    which they are one kernel: a scatter of tokens to where they came from, say.
-    """
-    left: dict[Node, None] = {}
-    for node in reversed(span.nodes[span.num_moved :]):
-        is_read = all(u in left or u.target in BECOME_WRITES for u in node.users)
-        if node.users and is_read and _is_movable(node):
-            left[node] = None
-    if all(map(may_alias, left)):
-        return span
-    nodes = [node for node in span.nodes if node not in left]
-    return Span(nodes, span.num_moved, [*reversed(left)])
 
 
 def _worth_moving(moved: list[Node], here: Span, there: Span) -> list[Node]:
@@ -328,6 +312,21 @@ def _read_by(node: Node) -> list[Node]:
     """
     read = node.all_input_nodes
     return read[1:] if unit_called_by(node) is not None else read
+
+
+def without_parts_of_writes(span: Span) -> Span:
+    """A span without the cheap values that nothing reads but what becomes a write behind it, with
+    which they are one kernel: a scatter of tokens to where they came from, say.
+    """
+    left: dict[Node, None] = {}
+    for node in reversed(span.nodes[span.num_moved :]):
+        is_read = all(u in left or u.target in BECOME_WRITES for u in node.users)
+        if node.users and is_read and _is_movable(node):
+            left[node] = None
+    if all(map(may_alias, left)):
+        return span
+    nodes = [node for node in span.nodes if node not in left]
+    return Span(nodes, span.num_moved, [*reversed(left)])
 
 
 def may_lose_dims(node: Node) -> bool:
