@@ -174,7 +174,8 @@ rank0/000_joint/06_mark_recomputed.txt
 rank0/000_joint/07_mark_offloaded.txt
 rank0/000_joint/08_mark_states.txt
 rank0/000_joint/09_note_heads.txt
-rank0/000_joint/10_name_groups.txt
+rank0/000_joint/10_read_at_once.txt
+rank0/000_joint/11_name_groups.txt
 rank0/001_forward/00_capture.json.gz
 rank0/001_forward/00_capture.txt
 rank0/001_forward/01_lower.diff
@@ -268,8 +269,8 @@ rank0/settings.json""",
             self.assertEqual(
                 first,
                 "# made by lower; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, "
-                "MARKED_AWAY, STATES_MARKED, HEADS_NOTED, GROUPS_NAMED, LOWERED; 0 gathers, 2 reductions; 0 bytes "
-                "gathered, largest bucket 0",
+                "MARKED_AWAY, STATES_MARKED, HEADS_NOTED, READ_AT_ONCE, GROUPS_NAMED, LOWERED; 0 gathers, "
+                "2 reductions; 0 bytes gathered, largest bucket 0",
             )
             self.assertExpectedInline(
                 graph,

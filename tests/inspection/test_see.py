@@ -62,7 +62,7 @@ def test_a_line_a_pass(logger, caplog):
     with mock.patch("compiled_fsdp.dump.writer._number", 0):
         step(torch.compile(build(), backend=BACKEND))
     lines = [record.getMessage() for record in caplog.records if record.name == "compiled_fsdp"]
-    assert lines[:13] == [
+    assert lines[:14] == [
         "000_joint number_batches: no change",
         "000_joint dedup_unshard: no change",
         "000_joint join_grads: no change",
@@ -72,6 +72,7 @@ def test_a_line_a_pass(logger, caplog):
         "000_joint mark_offloaded: no change",
         "000_joint mark_states: no change",
         "000_joint note_heads: no change",
+        "000_joint read_at_once: no change",
         "000_joint name_groups: no change",
         "001_forward lower: nodes 12 -> 24",
         "001_forward bucket_all_gather: nodes 24 -> 28, all-gathers 4 -> 2",
@@ -178,7 +179,7 @@ def test_artifacts_in_torchs_trace(traced):
     )
     assert payload.startswith(
         "# made by free; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, MARKED_AWAY, "
-        "STATES_MARKED, HEADS_NOTED, GROUPS_NAMED, LOWERED"
+        "STATES_MARKED, HEADS_NOTED, READ_AT_ONCE, GROUPS_NAMED, LOWERED"
     )
     assert "free(%wait_tensor" in payload
     assert all("rank" in head for head, _ in ours.values())
