@@ -31,7 +31,7 @@ WAYS = (
     "ours_offload ours_whole_graphs"
 )
 FEW = "local stock ours ours_whole"
-# Of whom nothing is known how many tokens come to a rank, stock compiles parts of a block.
+# Stock compiles parts of blocks with experts; an unsharded model would need all experts here.
 EXPERTS = "stock_loss ours ours_whole"
 BATCHES = (
     ("1b", 64, WAYS),

@@ -339,7 +339,9 @@ def copy_into(node: Node, original: Node) -> None:
 
 
 def rename_sizes(node: Node, renamed: Callable[[Any], Any]) -> None:
-    """Let a node yield what it did with other symbols for its sizes, and forget what it read."""
+    """Let a node yield the same with other symbols for its sizes; what torch noted of its arguments
+    has the old ones, and goes.
+    """
     node.meta["val"] = renamed(node.meta["val"])
     node.meta.pop("eager_input_vals", None)
 

@@ -22,6 +22,7 @@ from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.meta import set_context
 from compiled_fsdp.ir.printer import show
 from compiled_fsdp.ir.repeats import find_repeats
+from compiled_fsdp.ir.storage import num_bytes
 from compiled_fsdp.ir.subgraphs import INVOKE, called_by
 from compiled_fsdp.verification.meaning import Captured
 
@@ -111,6 +112,15 @@ def test_layers_of_other_symbols_share_a_subgraph(rows: Callable[[ShapeEnv], Any
     assert hint(given) == 30
     assert str(given) in show(body)
     assert {*re.findall(r"u\d+", show(body))} == {str(given)}
+
+
+def test_its_bytes_are_those_expected() -> None:
+    """A number, that passes compare: to compare a symbol would fix it, or raise."""
+    routed = Routed(one)
+    (sent, *_) = (n for n in routed.gm.graph.find_nodes(op="placeholder") if n.name == "sent0")
+    _share(30, [sent.meta["val"].shape[0]])
+    assert num_bytes(sent) == 30 * WIDTH * 4
+    assert type(num_bytes(sent)) is int
 
 
 def test_a_size_that_is_asserted_is_a_number() -> None:
