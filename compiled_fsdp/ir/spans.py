@@ -104,7 +104,8 @@ class Span:
     @property
     def is_callable(self) -> bool:
         """Whether it can be called as a function: of tensors, and sizes of theirs, on one device,
-        at least one tensor in and one out, none of which is a tuple or lies in another.
+        at least one tensor in and one out, none of which is a tuple or lies in another. Their strides
+        are numbers: a subgraph of Inductor's yields others than it says where data decides these.
         """
         inputs, outputs = self.inputs, self.outputs
         given = [n.meta.get("val") for n in inputs]
@@ -118,6 +119,7 @@ class Span:
             and len({tensor.device for tensor in tensors}) == 1
             and not any(may_alias(n) for n in outputs)
             and all(map(_keeps_dims, (*inputs, *outputs)))
+            and all(_KNOWN.issuperset(map(type, tensor.stride())) for tensor in tensors)
             and None not in self._values.values()
         )
 

@@ -175,6 +175,18 @@ def test_rows_that_begin_where_vectors_may_not() -> None:
     assert not find_repeats(routed.gm.graph).groups
 
 
+def test_columns_as_many_as_data_decides() -> None:
+    """Inductor would yield rows where strides are unknown; what is read of them would be wrong."""
+    for is_given in (False, True):
+        routed = Routed(one)
+        for node in routed.gm.graph.find_nodes(op="placeholder") if is_given else routed.results:
+            value = node.meta["val"]
+            if node.name.startswith("sent") or not is_given:
+                with routed.hand.mode:
+                    node.meta["val"] = torch.empty(value.shape[1], value.shape[0]).T
+        assert not find_repeats(routed.gm.graph).groups
+
+
 def test_a_size_of_what_a_span_computes_ends_it() -> None:
     """One of what it is given does not, and goes in."""
     for of_input in (True, False):

@@ -75,7 +75,7 @@ def ways(choose: random.Random) -> list[Callable[[Tensor, Tensor], Tensor]]:
         lambda a, w: torch.cat([a, torch.zeros(a.shape[0], k, dtype=a.dtype)], 1)[:, k:],
         lambda a, w: a.repeat(2, 1)[a.shape[0] :],
         lambda a, w: a.T.contiguous().cos().T,
-        lambda a, w: a.flip(0).cumsum(0) / ROWS,
+        lambda a, w: a.flip(0) / ROWS,
         lambda a, w: (a.reshape(-1) + 1).view(a.shape[0], 2, WIDTH // 2).flatten(1),
         lambda a, w: torch.where(a > 0, a, a.new_full((a.shape[0], 1), 0.5)),
     ]
@@ -115,11 +115,9 @@ def program(seed: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_programs(seed: int) -> None:
-    """Without a second compilation."""
+    """Forward and backward, without a second compilation."""
     torch._dynamo.reset()
     torch.manual_seed(seed)
-    x = torch.randn(ROWS, WIDTH, dtype=torch.float64)  # programs may be ill-conditioned
-    weights = torch.randn(DEPTH, WIDTH, WIDTH, dtype=torch.float64) / WIDTH**0.5
     passes, compute = Outlined(), program(seed)
     with (
         inductor_config.patch(post_grad_custom_post_pass=passes, fx_graph_cache=False),
@@ -127,9 +125,17 @@ def test_random_programs(seed: int) -> None:
     ):
         call = torch.compile(compute, fullgraph=True)
         for sizes in ([5, 3, 7, 1, 2], [0, 12, 6, 2, 12], [12, 12, 12, 12, 12], [4, 4, 4, 0, 0]):
+            # programs may be ill-conditioned
+            x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+            weights = torch.randn(DEPTH, WIDTH, WIDTH, dtype=torch.float64) / WIDTH**0.5
+            weights.requires_grad_()
             counts = torch.tensor([[n, ROWS - n] + [0] * 6 for n in sizes])  # 64 bytes
-            found, expected = call(x, counts, weights), compute(x, counts, weights)
-            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+            found, expected = (
+                (y, *torch.autograd.grad(y.sum(), (x, weights)))
+                for y in (each(x, counts, weights) for each in (call, compute))
+            )
+            for value, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(value, other, rtol=1e-7, atol=1e-7)
             with torch.compiler.set_stance("fail_on_recompile"):
                 call(x, counts, weights)
     assert passes.num_calls >= 3
