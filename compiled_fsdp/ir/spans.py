@@ -104,8 +104,9 @@ class Span:
     @property
     def is_callable(self) -> bool:
         """Whether it can be called as a function: of tensors, and sizes of theirs, on one device,
-        at least one tensor in and one out, none of which is a tuple or lies in another. Their strides
-        are numbers: a subgraph of Inductor's yields others than it says where data decides these.
+        at least one tensor in and one out, none of which is a tuple or lies in another. Their
+        strides are numbers: a subgraph of Inductor's yields others than it says where data decides
+        these.
         """
         inputs, outputs = self.inputs, self.outputs
         given = [n.meta.get("val") for n in inputs]
