@@ -15,7 +15,6 @@ import torch
 import torch._inductor.config as inductor_config
 from compiled_fsdp.passes.base import Context
 from compiled_fsdp.passes.outline import outline
-from kit.harness import IS_2_11
 from kit.passes_harness import PLAN
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -114,15 +113,7 @@ def program(seed: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return compute
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(
-            0, marks=pytest.mark.skipif(IS_2_11, reason="torch 2.11 cannot, region or not")
-        ),
-        1,
-    ],
-)
+@pytest.mark.parametrize("seed", [1, 5])
 def test_random_programs(seed: int) -> None:
     """Forward and backward, without a second compilation."""
     torch._dynamo.reset()
