@@ -9,7 +9,8 @@ to follow the last of them. The dependencies are fake: they order, and keep no b
 In the graph of a whole step it would also fuse the last layers' forward with what their backward
 computes from the same values: read once, but of the largest activations two more at the peak. So
 kernels of backward follow the last product of the forward before them; in a graph of backward, the
-last that is computed again.
+last that is computed again. And they follow what reads the same behind that product: the gradient
+of the logits is written over them, behind the loss.
 
 Inductor also knows no sends and receives of ours: it writes the next value into a buffer that
 nothing reads any more, be it still on its way to other ranks. So the wait of a collective counts as
@@ -119,18 +120,27 @@ def _only_orders(dep: Any) -> bool:
 
 def _keep_backward_behind(nodes: list[BaseSchedulerNode]) -> None:
     """Let no generated kernel of backward run before the last product of forward, or of what is
-    computed again, that comes before it in the graph.
+    computed again, that comes before it in the graph; nor before kernels behind that product which
+    read what it reads, so that it can write over it.
     """
     product: BaseSchedulerNode | None = None
     in_backward = False
+    readers: dict[str, list[BaseSchedulerNode]] = {}  # of forward, behind the product
     for node in sorted(nodes, key=_number):
         of_backward = any(map(meta.was_traced_in_backward, _origins(node)))
         in_backward = in_backward or of_backward
+        reads = {dep.name for dep in node.read_writes.reads if not _only_orders(dep)}
         if not isinstance(node, ExternKernelSchedulerNode) and not node.is_template():
             if in_backward and product is not None:
-                _follow(node, product)
+                behind = dict.fromkeys(reader for name in reads for reader in readers.get(name, ()))
+                for earlier in (product, *behind):
+                    _follow(node, earlier)
+            elif product is not None:
+                for name in reads:
+                    readers.setdefault(name, []).append(node)
         elif not of_backward and _is_computed(node):
             product = node
+            readers.clear()
 
 
 def _is_computed(node: BaseSchedulerNode) -> bool:

@@ -68,16 +68,7 @@ def inlined(graph: Graph) -> set[Node]:
     """Values that Inductor computes inside the kernels that read them: pointwise, and read only by
     generated kernels before the next call of a library's.
     """
-    segment: dict[Node, int] = {}
-    calls = 0
-    for node in graph.nodes:
-        segment[node] = calls
-        calls += (
-            node.op == "call_function"
-            and not is_generated(node)
-            and node.target is not operator.getitem
-            and traits_of(node.target).price == "kernel"  # others are no reason to split a chain
-        )
+    segment = segments(graph)
     found: set[Node] = set()
     for node in graph.nodes:
         if is_pointwise(node):
@@ -87,6 +78,21 @@ def inlined(graph: Graph) -> set[Node]:
                 found.add(node)
         elif is_read_strided(node):
             found.add(node)
+    return found
+
+
+def segments(graph: Graph) -> dict[Node, int]:
+    """For each node, how many calls of a library's kernels are before it."""
+    found: dict[Node, int] = {}
+    calls = 0
+    for node in graph.nodes:
+        found[node] = calls
+        calls += (
+            node.op == "call_function"
+            and not is_generated(node)
+            and node.target is not operator.getitem
+            and traits_of(node.target).price == "kernel"  # others are no reason to split a chain
+        )
     return found
 
 

@@ -380,6 +380,13 @@ def keep_unpadded(node: Node) -> None:
     node.meta["dislike_padding"] = True
 
 
+def write_out(node: Node) -> None:
+    """Let Inductor write this to memory, where it would compute it again in kernels that read it.
+    Tried on 2.11, 2.13, 2.14 and 2.15.
+    """
+    node.meta["inductor_realize_to_strides"] = True
+
+
 def set_seconds(node: Node, seconds: float) -> None:
     """Note what all ranks take a node to cost, see `consensus.py`."""
     node.meta["fsdp_seconds"] = seconds

@@ -36,6 +36,7 @@ from torch.nn import functional as F
 from compiled_fsdp import Plan, compile_step, fully_shard, pipeline, planned
 from compiled_fsdp.compiler import inductor, pin_order
 from compiled_fsdp.ir.collectives import GATHERS, STARTS, WAIT
+from compiled_fsdp.ir.fusion import readers
 from compiled_fsdp.ir.graph import find, is_matmul, starts
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.planning.costs import Costs, Link
@@ -260,6 +261,57 @@ def num_hidden(graph: Any) -> int:
     return sum(any(start < m < wait for m in matmuls) for start, wait in pairs)
 
 
+def test_gathered_buffers_end_where_the_plan_ends_them(two: Pool) -> None:
+    """Of a whole step, whose backward reads the rows of the table, too: Inductor would look them up
+    again, and so keep the whole table until then.
+    """
+    two.run(ends_of_gathered, timeout=SLOW)
+
+
+class Lookup(nn.Module):
+    """Residual blocks behind a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16))
+            for _ in range(2)
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.table(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def ends_of_gathered() -> None:
+    """How many products stand before the last kernel that reads what was gathered."""
+    model = Lookup()
+    for unit in (model.table, *model.blocks):
+        fully_shard(unit)
+    optimizer = torch.optim.SGD(fully_shard(model).parameters(), lr=0.1)
+    step = compile_step(model, optimizer, lambda m, ids: m(ids).square().mean(), max_ahead_bytes=0)
+    with captured(inductor) as graphs, planned(regions="off", bucket_bytes=0), uncached():
+        _, (code, *_) = run_and_get_code(step, torch.arange(40).view(4, 10))
+    products = [m.start() for m in re.finditer(r"extern_kernels\.(mm|addmm|bmm)\(", code)]
+    ends = []
+    for gather in re.finditer(r"(buf\d+) = torch\.ops\.fsdp\.all_gather\.default\(", code):
+        renamed = re.search(rf"(buf\d+) = {gather[1]}\n", code)  # before torch 2.15
+        name = renamed[1] if renamed else gather[1]
+        reads = [m.start() for m in re.finditer(rf"(?<!del )\b{name}\b(?!; del)", code)]
+        ends.append(sum(product < reads[-1] for product in products))
+    (graph,) = graphs
+    matmuls = [n for n in graph.nodes if is_matmul(n)]
+    planned_ends = []
+    for gather in find(graph, *GATHERS):
+        last = max(reader for wait in gather.users for reader in readers(wait))
+        planned_ends.append(sum(matmul < last for matmul in matmuls))
+    assert len(ends) == 4, "backward needs no table; where the step turns, one is kept"
+    assert ends == planned_ends
+
+
 class Gated(nn.Module):
     """A feed-forward network of three matrices, and a head."""
 
@@ -273,16 +325,24 @@ class Gated(nn.Module):
         return logits
 
 
-def test_backward_begins_behind_the_head(two: Pool) -> None:
+def centered(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """A loss of what rows differ from their mean, and of one column."""
+    return (logits - logits.mean(-1, keepdim=True)).square().mean() - logits[:, 3].mean()
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, centered])
+def test_backward_begins_behind_the_head(two: Pool, loss: Any) -> None:
     """Of a whole step: what backward computes from gate and up alone is not made in forward, where
-    a kernel has read both; and the gradient of the logits is written over the logits.
+    a kernel has read both; and the gradient of the logits is written over the logits. Of a centered
+    loss, Inductor would compute it beside the means, before the column is read.
     """
-    two.run(backward_behind_forward, timeout=SLOW)
+    two.run(backward_behind_forward, loss, timeout=SLOW)
 
 
-def backward_behind_forward() -> None:
+def backward_behind_forward(loss: Any) -> None:
     def loss_fn(model: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(x), labels)
+        found: torch.Tensor = loss(model(x), labels)
+        return found
 
     model = Gated()
     fully_shard(model.head)
@@ -292,9 +352,13 @@ def backward_behind_forward() -> None:
         _, (code, *_) = run_and_get_code(step, *batch)
     products = [m.start() for m in re.finditer(r"extern_kernels\.mm\(", code)]
     assert len(products) == 4 + 6, "backward has two for each, but none for the input"
-    made = [code[: products[3]].count(f"((7, {n}), ({n}, 1)") for n in (96, 40)]
-    assert made == [3, 1], "gate, up, their product; logits"
-    assert code.count("((7, 40), (40, 1)") == 1, "the gradient of the logits is written over them"
+
+    def made(code: str, width: int) -> int:
+        return len(re.findall(rf"= empty_strided_cpu\(\(7, {width}\)", code))
+
+    forward = code[: products[3]]
+    assert [made(forward, 96), made(forward, 40)] == [3, 1], "gate, up, their product; logits"
+    assert made(code, 40) == 1, "the gradient of the logits is written over them"
 
 
 @pytest.mark.skipif(not hasattr(comms, "simple_overlap"), reason="torch has it since 2.15")
