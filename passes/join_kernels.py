@@ -25,6 +25,8 @@ The other way, a product that nothing needs soon, the gradient of a weight, is c
 wait for a gather that follows it, if its factors are computed from what is read again behind that
 wait. The gather then has that product less to hide behind.
 
+What unpacks several values (`getitem`) is put where they are computed, whatever side it was on.
+
 Requires: the graph in its final order.
 Ensures: generated kernels read and write less (`ir/traffic.py`), and no more bytes are alive at the
 communication, whose order is what it was. A kernel that computes more may need more memory while it
@@ -38,7 +40,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.fusion import readers
-from compiled_fsdp.ir.graph import aliases, is_matmul, move_before, move_behind
+from compiled_fsdp.ir.graph import aliases, is_matmul, move_before, move_behind, unpack_at_once
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.repeats import find_repeats
 from compiled_fsdp.ir.spans import Span
@@ -57,6 +59,7 @@ def join_kernels(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     if plan.regions == "off" or context_of(gm).inline:
         return gm
+    unpack_at_once(gm.graph)
     repeats = find_repeats(gm.graph)
     computing = [s for s in repeats.spans if any(get_tag(n) is None for n in s.nodes)]
     if not repeats.groups or not computing:

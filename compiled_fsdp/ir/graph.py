@@ -407,6 +407,17 @@ def point(marks: Sequence[Node], position: float, end: Node) -> Node:
     return heavy[int((position - index) * len(heavy))] if heavy else upper
 
 
+def unpack_at_once(graph: Graph) -> None:
+    """Put each `getitem` right behind the node that yields several values."""
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        source = node.all_input_nodes[0]
+        last = source
+        while last.next.target is operator.getitem and last.next.all_input_nodes[0] is source:
+            last = last.next
+        if last < node:
+            last.append(node)
+
+
 def move_before(nodes: Iterable[Node], anchor: Node) -> None:
     """Put `nodes`, in the order given, directly before `anchor`."""
     for node in nodes:

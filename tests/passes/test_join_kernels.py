@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,7 @@ from compiled_fsdp.ir import repeats
 from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.meta import set_context
+from compiled_fsdp.ir.repeats import find_repeats
 from compiled_fsdp.passes import join_kernels as module
 
 if TYPE_CHECKING:
@@ -194,3 +196,18 @@ return [%mm_default, %mul_tensor_1, %mm_default_2]""",
     def test_off(self):
         gm = product()
         self.assertUnchanged(join_kernels, gm)
+
+
+def test_several_values_are_unpacked_where_they_are_computed() -> None:
+    """Behind a gather, they would be read from a call that cannot yield them together."""
+    hand = Hand()
+    x, flat = hand.input("x", WIDTH, WIDTH), hand.input("flat", WIDTH * WIDTH // 2)
+    (spec,) = unit("u", {"w": (WIDTH, WIDTH)})
+    best = hand(aten.topk.default, hand.compute(x), 2)
+    y = hand(aten.mm.default, x, hand.unshard(flat, spec))
+    values, places = (hand(operator.getitem, best, i) for i in range(2))
+    gm = joined(lower(hand.returns(y, hand.compute(values), hand.compute(places)), PLAN))
+    assert [best.next, best.next.next] == [values, places]
+    first, *_ = find_repeats(gm.graph).spans
+    assert first.nodes[-1] is places
+    assert first.is_callable
