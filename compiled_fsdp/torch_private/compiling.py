@@ -36,6 +36,9 @@ PARTS = {
     }.items()
 }
 
+# Called around functions of others: what these do is not what the compilation does.
+AROUND = str(TORCH / "_dynamo/eval_frame.py")
+
 # Thresholds of Python's garbage collector (`gc.set_threshold`) while something of ours is compiled.
 RARELY = (50_000, 20, 100)
 
@@ -90,8 +93,9 @@ def doing(frame: FrameType | None) -> str:
     called by no other; "" where nothing is compiled.
     """
     while frame is not None:
+        file = frame.f_code.co_filename
         for where, text in PARTS.items():
-            if frame.f_code.co_filename.startswith(where):
+            if file.startswith(where) and file != AROUND:
                 return text
         frame = frame.f_back
     return ""

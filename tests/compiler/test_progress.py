@@ -7,12 +7,13 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import aot_function
 from kit.stems import HALF_NAMES
 from torch import nn
 
@@ -176,3 +177,23 @@ def test_what_torch_does_is_read_from_the_stack() -> None:
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
     assert seen == ["Dynamo traces"]
     assert compiling.doing(None) == ""
+
+
+def test_what_stands_around_a_function_does_nothing() -> None:
+    """`torch.compiler.disable` is Dynamo's code, wherever it is met: in AOTAutograd, mostly."""
+    seen: list[str] = []
+
+    @torch.compiler.disable
+    def look() -> None:
+        seen.append(compiling.doing(sys._getframe()))
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            look()
+            return x.clone()
+
+    look()
+    aot_function(lambda x: Looks.apply(x), fw_compiler=lambda gm, _: gm)(torch.ones(2))
+    assert seen[0] == ""
+    assert set(seen[1:]) == {"AOTAutograd traces forward and backward"}
