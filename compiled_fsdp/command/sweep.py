@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -140,20 +141,29 @@ def _measured(options: argparse.Namespace, chosen: dict[str, str]) -> dict[str, 
             command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
         )
         if done.returncode or not out.exists():
-            last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
-            return {"step_s": None, "exposed_s": None, "peak": None, "error": last}
+            return {"step_s": None, "exposed_s": None, "peak": None, "error": _why(done)}
         found = json.loads(out.read_text())
         return {name: found[name] for name in ("step_s", "exposed_s")} | {"peak": _peak(found)}
 
 
+def _why(done: subprocess.CompletedProcess[str]) -> str:
+    """Why a combination has no result: the signal that ended it, or the last line that it wrote and
+    that goes on with no other.
+    """
+    if done.returncode < 0:
+        return f"ended by {signal.Signals(-done.returncode).name}"
+    lines = [line for line in done.stderr.splitlines() if line.strip() and not line[0].isspace()]
+    return lines[-1] if lines else f"exit status {done.returncode}"
+
+
 def _peak(found: dict[str, Any]) -> int | None:
-    """Bytes at the peak, with what is at rest."""
+    """Bytes at the peak, with what is at rest: as predicted, of an accelerator, or of the CPU."""
     memory: dict[str, Any] = found["memory"]
     above: int | None = memory["peak"]
-    predicted: int | None = found.get("peak")
-    if predicted is not None:
-        return predicted
-    return None if above is None else memory["parameters"] + memory["optimizer"] + above
+    known: list[int | None] = [found.get("peak"), memory["device_peak"]]
+    if above is not None:
+        known.append(memory["parameters"] + memory["optimizer"] + above)
+    return next((peak for peak in known if peak is not None), None)
 
 
 def _arguments(options: argparse.Namespace, chosen: dict[str, str], out: Path) -> list[str]:

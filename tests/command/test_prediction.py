@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 import compiled_fsdp
-from compiled_fsdp.command import cli
+from compiled_fsdp.command import cli, sweep
 from compiled_fsdp.command.asked import AskedError, axis_of, plan_of
 from compiled_fsdp.command.machines import machine_named
 from compiled_fsdp.command.sweep import choose, table
@@ -286,6 +288,32 @@ def test_the_best_is_the_fastest_that_fits() -> None:
     assert [line.endswith("best") for line in lines[3:]] == [False, False, True, False, False]
     assert lines[6].endswith("failed: no")
     assert lines[7].endswith("not known")
+
+
+@pytest.mark.parametrize(
+    ("found", "peak"),
+    [
+        ({"memory": {"peak": 5, "device_peak": None, "parameters": 2, "optimizer": 4}}, 11),
+        ({"memory": {"peak": None, "device_peak": 9, "parameters": 2, "optimizer": 4}}, 9),
+        ({"memory": {"peak": None, "device_peak": None}, "peak": 7}, 7),
+        ({"memory": {"peak": None, "device_peak": None}}, None),
+    ],
+    ids=["of the CPU", "of a device", "predicted", "not known"],
+)
+def test_peaks_that_are_compared(found: dict, peak: int | None) -> None:
+    assert sweep._peak(found) == peak
+
+
+@pytest.mark.parametrize(
+    ("code", "written", "why"),
+    [
+        (1, "Traceback\n  raise\nValueError: no\n  more\n\n", "ValueError: no"),
+        (-signal.SIGSEGV, "w.py:1: UserWarning: no\n  warnings.warn(", "ended by SIGSEGV"),
+        (3, "", "exit status 3"),
+    ],
+)
+def test_why_a_combination_failed(code: int, written: str, why: str) -> None:
+    assert sweep._why(subprocess.CompletedProcess([], code, "", written)) == why
 
 
 def test_what_is_asked() -> None:
