@@ -149,6 +149,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT")
     parser.add_argument("--depths", nargs="+", type=positive, metavar="LAYERS", help="for compile")
     parser.add_argument("--layers", nargs="+", type=positive, metavar="LAYERS", help="for plan")
+    parser.add_argument("--batches", nargs="+", metavar="NAME", help="of gpu and gpu_memory")
     parser.add_argument("--out", type=Path, help="where results go")
     options = parser.parse_args(argv)
     unknown = [name for name in options.benchmarks if name not in BENCHMARKS]

@@ -30,7 +30,7 @@ from llama import Llama, LlamaConfig
 from results import Panel, Report, Table, machine, ratio, spread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from screen import Screen
     from settings import Settings
@@ -163,20 +163,42 @@ class Child:
 
 
 def run(settings: Settings, screen: Screen) -> Report:
-    """All batches, one after the other."""
+    """The batches that are asked for, or all, one after the other.
+
+    Raises:
+        HostsError: there is no device, or no such batch.
+    """
+    batches = [BATCHES[name] for name in asked_for(settings.batches, BATCHES)]
     has_device = torch.cuda.is_available()
     if not has_device and not settings.quick:
         raise HostsError("it needs a CUDA device")
-    batches = list(BATCHES.values())
     if settings.quick:
         quick = " ".join(VARIANTS) if has_device else "local ours_whole"
         batches = [_ways(quick, size="tiny", wires=(SLOW,))]
     folder = Path(__file__).resolve().parent.parent / "out" / "gpu"
-    return report(measure(batches, screen, "cuda" if has_device else "cpu", folder))
+    device = "cuda" if has_device else "cpu"
+    return report(measure(batches, screen, device, folder, settings.rounds or ROUNDS))
+
+
+def asked_for(names: Sequence[str], known: Iterable[str]) -> list[str]:
+    """The names of batches; all that are known if there are none.
+
+    Raises:
+        HostsError: one of them is not known.
+    """
+    known = list(known)
+    for name in names:
+        if name not in known:
+            raise HostsError(f"--batches {name}: there are {', '.join(known)}")
+    return list(names) or known
 
 
 def measure(
-    batches: Sequence[Sequence[Way]], screen: Screen, device: str, folder: Path
+    batches: Sequence[Sequence[Way]],
+    screen: Screen,
+    device: str,
+    folder: Path,
+    rounds: int = ROUNDS,
 ) -> list[Found]:
     """What each way of each batch has answered. It is written to `raw.json` in the folder behind
     each batch, beside a trace of each way.
@@ -185,7 +207,7 @@ def measure(
     found: list[Found] = []
     for batch in batches:
         screen.line(f"gpu: {', '.join(way.name for way in batch)}")
-        found += _together(batch, screen, device, folder)
+        found += _together(batch, screen, device, folder, rounds)
         (folder / "raw.json").write_text(json.dumps([asdict(each) for each in found]))
     return found
 
@@ -250,7 +272,7 @@ def _table(size: str, world: int, wire: float, found: Sequence[Found]) -> Table:
         machine(),
         f"{name}.",
         f"{described(model)}; bf16 parameters, fp32 reductions, fused AdamW; median and quartiles "
-        f"of {ROUNDS} rounds of {STEPS} steps.",
+        f"of {max(len(each.seconds(wire)) for each in found)} rounds of {STEPS} steps.",
     ]
     if wire != NO_TIME and isinstance(model.config, LlamaConfig):
         twice, once = (1e3 * _on_the_wire(model.config, world, wire, n) for n in (2, 1))
@@ -289,12 +311,14 @@ def _on_the_wire(config: LlamaConfig, world: int, wire: float, gathers: int) -> 
     return (2 * gathered + 4 * numel) * (world - 1) / world / wire
 
 
-def _together(batch: Sequence[Way], screen: Screen, device: str, folder: Path) -> list[Found]:
+def _together(
+    batch: Sequence[Way], screen: Screen, device: str, folder: Path, rounds: int
+) -> list[Found]:
     with ExitStack() as stack:
         processes = Processes(batch, screen, device, stack)
         for wire in dict.fromkeys(wire for way in batch for wire in way.wires):
             over = [way for way in batch if wire in way.wires]
-            for _ in range(ROUNDS):
+            for _ in range(rounds):
                 for way, answer in processes.ask(over, f"time {wire} {STEPS}"):
                     processes.found[way].times.setdefault(wire, []).append(answer)
         list(processes.ask(batch, "trace {}", folder))

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu import SLOW, Child, Way, described, gib
+from gpu import SLOW, Child, Way, asked_for, described, gib
 from gpu_rank import SIZES, VARIANTS
 from hosts import HostsError
 from phantom.build import build
@@ -59,12 +59,13 @@ NOTES = (
 
 
 def run(settings: Settings, screen: Screen) -> Report:
-    """One way after the other.
+    """One way after the other, of the models that are asked for, or of all.
 
     Raises:
-        HostsError: torch is no CUDA build.
+        HostsError: torch is no CUDA build, or there is no such model.
     """
-    batches = QUICK if settings.quick else BATCHES
+    sizes = asked_for(settings.batches, dict.fromkeys(size for size, _, _ in BATCHES))
+    batches = QUICK if settings.quick else [batch for batch in BATCHES if batch[0] in sizes]
     ways = [
         Way(name, world, size, (SLOW,)) for size, world, names in batches for name in names.split()
     ]

@@ -15,6 +15,7 @@ class Settings:
     rounds: None for each benchmark's own.
     size: of the model of `wire`, by its name in `gpt.SIZES`; None for its own.
     steps: timed ones of `wire`, for each variant in each round; None for its own.
+    batches: of `gpu`, and models of `gpu_memory`; all of them if empty.
     """
 
     quick: bool = False
@@ -25,6 +26,7 @@ class Settings:
     variants: tuple[str, ...] = BY_DEFAULT
     depths: tuple[int, ...] = (4, 12, 24, 48)
     layers: tuple[int, ...] = (8, 16, 32, 63, 126)
+    batches: tuple[str, ...] = ()
 
     def sides(self) -> tuple[str, ...]:
         """The variants asked for, with their floors."""

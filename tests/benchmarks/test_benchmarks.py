@@ -178,6 +178,14 @@ class TestBenchmarks(unittest.TestCase):
         self.assertGreater(found["peak"], found["at_rest"])
         self.assertIn("_grouped_mm", found["kernels"])
 
+    def test_batches(self):
+        settings = bench.settings_of(bench.parse(["gpu", "--batches", "8b", "base"]))
+        self.assertEqual(gpu.asked_for(settings.batches, gpu.BATCHES), ["8b", "base"])
+        self.assertEqual(gpu.asked_for((), gpu.BATCHES), list(gpu.BATCHES))
+        for run in (gpu.run, gpu_memory.run):
+            with self.assertRaisesRegex(bench.HostsError, "--batches 7b: there are .*1?6b"):
+                run(bench.Settings(batches=("7b",)), Screen(1))
+
     def test_a_way_that_ends_is_left_out(self):
         screen = Screen(1)
         ways = (gpu.Way("local", size="no size"),)
