@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_fsdp.torch_private.autograd import accumulates, backward_number, run_of
+from compiled_fsdp.torch_private.autograd import (
+    accumulates,
+    backward_number,
+    call_before_theirs,
+    run_of,
+)
 from compiled_fsdp.torch_private.dynamo import untraced
 
 from .containers import map_tensors
@@ -56,7 +61,7 @@ def watch_output(runtime: Runtime, tensor: Tensor) -> Tensor:
         return tensor
     base = tensor._base
     if base is None or base.grad_fn is None or run_of(base.grad_fn) < runtime.began:
-        tensor.register_hook(runtime._pre_backward)
+        call_before_theirs(tensor, runtime._pre_backward)
         return tensor
     last = [-1]  # the backward that has come by the tensor itself
 
@@ -70,7 +75,7 @@ def watch_output(runtime: Runtime, tensor: Tensor) -> Tensor:
         if last[0] != backward_number():
             runtime._pre_backward(grads[0])
 
-    tensor.register_hook(by_view)
+    call_before_theirs(tensor, by_view)
     base.grad_fn.register_prehook(by_base)
     return tensor
 

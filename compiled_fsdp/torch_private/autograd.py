@@ -11,7 +11,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -45,6 +45,24 @@ def accumulates(leaf: Tensor) -> bool:
         # What torch raises for a leaf that `autograd.grad` was asked for: it is returned, not
         # added.
         return False
+
+
+def call_before_theirs(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Register a hook of this package on the tensor, behind others of the package and before those
+    of users: these may run a backward of their own through what the hook makes ready.
+
+    Autograd calls the hooks of a tensor in the order in which they entered its dict.
+    """
+    hooks: dict[int, Any] = tensor._backward_hooks or {}
+    package = __name__.partition(".")[0]
+    theirs = [key for key, fn in hooks.items() if not _is_from(package, fn)]
+    moved = {key: hooks.pop(key) for key in theirs}
+    tensor.register_hook(hook)
+    hooks.update(moved)
+
+
+def _is_from(package: str, fn: Any) -> bool:
+    return str(getattr(fn, "__module__", "")).partition(".")[0] == package
 
 
 def is_transformed() -> bool:

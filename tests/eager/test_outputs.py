@@ -171,3 +171,57 @@ def of_fsdp1(side: Side) -> None:
 
 def test_fsdp1(two: Pool) -> None:
     two.run(beside, of_fsdp1)
+
+
+# -- a hook that forward puts on what it returns, with a backward of its own inside
+
+
+class Implicit(nn.Module):
+    """A fixed point, differentiated as one by a hook on what forward returns (deep equilibrium
+    models).
+    """
+
+    def __init__(self, is_view: bool) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.full((WIDTH,), 0.3))
+        self.is_view = is_view
+
+    def once(self, z: Tensor, x: Tensor) -> Tensor:
+        return (self.layer(z).tanh() * self.scale + x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(5):
+                z = self.once(z, x)
+        z = self.once(z, x)
+        at = z.detach().clone().requires_grad_()
+        there = self.once(at, x)
+
+        def implicit(grad: Tensor) -> Tensor:
+            solved = grad
+            for _ in range(3):
+                (back,) = torch.autograd.grad(there, at, solved.view_as(at), retain_graph=True)
+                solved = grad + back.view_as(grad)
+            return solved
+
+        z = z.view(-1, 2) if self.is_view else z
+        z.register_hook(implicit)
+        return z
+
+
+def implicit(side: Side, is_wrapped: bool, is_view: bool) -> None:
+    deeper = () if is_wrapped else (("0.layer", "0", "1.layer", "1"), ("1.layer",))
+    for units in (("0", "1"), *deeper):
+        model: nn.Module = nn.Sequential(Implicit(is_view=False), Implicit(is_view))
+        model = side.wrap(model, *units) if is_wrapped else side.shard(model, *units)
+        side.train(model, model)
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_hook_runs_a_backward_inside_of_its_unit(
+    two: Pool, is_wrapped: bool, is_view: bool
+) -> None:
+    two.run(alone, implicit, "eager", is_wrapped, is_view)
