@@ -44,14 +44,20 @@ def follow(unit: Unit) -> None:
 
 def _follow_all() -> None:
     for unit in list(UNITS):
-        if _has_group(unit):  # or it follows when it is called, if it can be
+        if _has_groups(unit):  # or it follows when it is called, if it can be
             follow(unit)
 
 
-def _has_group(unit: Unit) -> bool:
-    """Whether a unit's process group is there; it may have been destroyed before the model was."""
+def _has_groups(unit: Unit) -> bool:
+    """Whether all of a unit's process groups are there; they may have been destroyed before the
+    model was.
+    """
+    infos = {unit.mesh_info, *(flat.mesh_info for flat in unit.flats)}
     try:
-        dist.get_backend(unit.mesh_info.shard_group)
+        groups = [group for info in infos for group in info.axes]
+        groups += [mesh.get_group(1) for mesh in unit.post_meshes.values()]
+        for group in groups:
+            dist.get_backend(group)
     except (RuntimeError, ValueError):
         return False
     return True

@@ -382,7 +382,7 @@ def keep_unpadded(node: Node) -> None:
 
 def write_out(node: Node) -> None:
     """Let Inductor write this to memory, where it would compute it again in kernels that read it.
-    Tried on 2.11, 2.13, 2.14 and 2.15.
+    Tried on 2.11, 2.13 and 2.15.
     """
     node.meta["inductor_realize_to_strides"] = True
 

@@ -233,11 +233,9 @@ class GatheredBucket:
         spec, (message, _) = self.specs[place], self.places[place]
         rows = self.columns(run, gathered, place)
         is_apart = spec.group_size > 1 and len(message.members) > 1
-        if self.is_bytes:  # in one piece
-            rows = run(aten.view.default, rows, [spec.group_size * spec.shard_numel])
-        elif is_apart and is_copied:
+        if is_apart and is_copied and not self.is_bytes:
             rows = run(aten.clone.default, rows, memory_format=torch.contiguous_format)
-        elif is_apart:
+        elif is_apart and not self.is_bytes:
             rows = run(aten.reshape.default, rows, [spec.group_size * spec.shard_numel])
         return from_rows(run, rows, spec)
 

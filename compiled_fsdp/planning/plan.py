@@ -298,8 +298,12 @@ def use(plan: Plan) -> None:
     global _current
     before, _current = _current, replace(plan, **_forced) if _forced else plan
     if any(getattr(before, name) != getattr(_current, name) for name in FOLLOWED):
-        for fn in _followers:
-            fn()
+        try:
+            for fn in _followers:
+                fn()
+        except BaseException:
+            _current = before
+            raise
 
 
 def when_followed_fields_change(fn: Callable[[], None]) -> None:
@@ -335,8 +339,8 @@ def planned(**changes: Any) -> Iterator[Plan]:
     unknown = [name for name in changes if name not in Plan.__slots__]
     if unknown:
         raise TypeError(f"planned: {unknown} are no fields of Plan; it has {list(Plan.__slots__)}")
-    _ask(replace(before, **changes))
     try:
+        _ask(replace(before, **changes))
         yield current_plan()
     finally:
         _ask(before)

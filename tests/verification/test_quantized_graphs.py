@@ -82,9 +82,8 @@ class TestGraphs(GraphTest):
 %view_default_2: u8[2,520] = view(%wait_tensor_default, [2, 520])  # u: gather
 %slice_tensor: u8[2,520] = slice(%view_default_2, 1, 0, 520)  # u: gather
 %decode_default: f32[2,512] = decode(%slice_tensor, 512, f32, 'int8')  # u: gather
-%view_default_3: f32[1024] = view(%decode_default, [1024])  # u: gather
-%view_default_4: f32[32,32] = view(%view_default_3, [32, 32])  # u: gather
-%neg_default: f32[32,32] = neg(%view_default_4)
+%view_default_3: f32[32,32] = view(%decode_default, [32, 32])  # u: gather
+%neg_default: f32[32,32] = neg(%view_default_3)
 %neg_default_1: f32[32,32] = neg(%neg_default)
 %reshape_default: f32[2,512] = reshape(%neg_default_1, [2, 512])  # u: reduce
 %encode_default_1: u8[2,520] = encode([%reshape_default], ['int8'])  # u: reduce
@@ -107,13 +106,13 @@ return [%neg_default, %div_tensor]""",
                 line for line in show(gm.graph).splitlines() if "code" in line or " = all_" in line
             ),
             """\
-%encode_default_2: u8[1,584] = encode([%view_default_6, %view_default_7], ['int8', ''])  # u: gather
-%view_default_8: u8[584] = view(%encode_default_2, [584])  # u: gather
-%all_gather_into_tensor_default_2: u8[1168] = all_gather_into_tensor(%view_default_8, 2, 'shard')  # u: gather
+%encode_default_2: u8[1,584] = encode([%view_default_5, %view_default_6], ['int8', ''])  # u: gather
+%view_default_7: u8[584] = view(%encode_default_2, [584])  # u: gather
+%all_gather_into_tensor_default_2: u8[1168] = all_gather_into_tensor(%view_default_7, 2, 'shard')  # u: gather
 %decode_default_1: f32[2,512] = decode(%slice_tensor_6, 512, f32, 'int8')  # u: gather
-%view_default_10: f32[1024] = view(%decode_default_1, [1024])  # u: gather
+%view_default_9: f32[32,32] = view(%decode_default_1, [32, 32])  # u: gather
 %decode_default_2: f32[2,16] = decode(%slice_tensor_7, 16, f32, '')  # u: gather
-%view_default_13: f32[32] = view(%decode_default_2, [32])  # u: gather
+%view_default_11: f32[32] = view(%decode_default_2, [32])  # u: gather
 %encode_default_3: u8[2,584] = encode([%reshape_default_2, %reshape_default_3], ['int8', ''])  # u: reduce
 %all_to_all_default_2: u8[2,584] = all_to_all([%encode_default_3], 2, 'shard')  # u: reduce
 %decode_sum_default_1: f32[512] = decode_sum(%slice_tensor_8, 512, f32, 'int8')  # u: reduce
