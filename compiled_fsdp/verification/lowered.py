@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, Node
 
+    from compiled_fsdp.ir.meta import CommTag
     from compiled_fsdp.ir.spec import ParamSpec
 
     from .expressions import Expr, Expressions
@@ -67,15 +68,15 @@ class Lowered:
     stands_for: what results of communications stand for.
     effects: that the communications have.
     left: sums that the unit completes, so that the graph neither returns nor marks them.
-    parts: for each flat buffer, its reductions: parameters, what was captured of them, and the
-        result before it is placed.
+    parts: for each flat buffer and micro-batch, its reductions: parameters, what was captured of
+        them, and the result before it is placed.
     """
 
     def __init__(self) -> None:
         self.stands_for: dict[Expr, list[tuple[tuple[ParamSpec, ...], Expr]]] = {}
         self.effects: list[Expr] = []
         self.left: set[Expr] = set()
-        self.parts: dict[Expr, list[Part]] = {}
+        self.parts: dict[tuple[Expr, int], list[Part]] = {}
 
     def add(self, expr: Expr, specs: tuple[ParamSpec, ...], result: Expr) -> None:
         """In a communication of these parameters, `expr` stands for `result`."""
@@ -85,12 +86,24 @@ class Lowered:
         """Returns what the expression of a node stands for.
 
         Two units whose gradients are equal, as the biases of parallel branches, are reduced by the
-        same expression: each communication is its own unit's then.
+        same expression, and so are those of two micro-batches of the same tensors: each
+        communication is its own unit's and batch's then.
         """
         found = self.stands_for.get(expr, [])
-        tag = get_tag(node) if len(found) > 1 else None
-        own = [result for specs, result in found if tag is not None and specs == tag.specs]
+        tag = _tag_of(node) if len(found) > 1 else None
+        own = [
+            result for specs, result in found if tag is not None and set(tag.specs) <= set(specs)
+        ]
         return (own or [result for _, result in found] or [expr])[-1]
+
+
+def _tag_of(node: Node) -> CommTag | None:
+    """Of which communication a node is, or what it reads first: what puts parts together is of
+    none.
+    """
+    while (tag := get_tag(node)) is None and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return tag
 
 
 class Ahead:
@@ -189,7 +202,7 @@ def _reduce(
         _split(run, region, members, summed, lowered)
         return
     reduced = transfers.finished(run, summed, specs[0], first.dtype)
-    lowered.parts.setdefault(first.flat, []).append(Part(specs, members, reduced))
+    lowered.parts.setdefault((first.flat, specs[0].batch), []).append(Part(specs, members, reduced))
     result = _sum(run, members)
     if any(node.target is REDUCE_LATER for node in region.nodes):
         # the last collective; a hook, which could follow it, is never left to the unit
@@ -236,7 +249,7 @@ def _join(run: Expressions, parts: list[Part], lowered: Lowered) -> None:
     members = [member for part in parts for member in part.members]
     joined = run(CAT, [part.reduced for part in parts])
     placed = transfers.place_bucket(run, joined, specs, members[0].numel)
-    lowered.add(placed, (), _sum(run, members))
+    lowered.add(placed, specs, _sum(run, members))
 
 
 def _sum(run: Expressions, members: Iterable[Reduce]) -> Expr:

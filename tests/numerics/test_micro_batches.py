@@ -29,14 +29,16 @@ def loss_fn(model: Any, *batch: Any) -> Any:
     return loss_of(model(*batch))
 
 
-def looped(run: Run, options: Options, count: int, *, once: bool) -> list[float]:
+def looped(
+    run: Run, options: Options, count: int, *, once: bool, same: bool = False
+) -> list[float]:
     losses = []
     for step in range(STEPS):
         total = torch.zeros(())
         for i in range(count):
             if once:
                 run.model.set_requires_gradient_sync(i == count - 1)
-            loss = loss_fn(run.model, *batch_of(options.model, step * count + i)) / count
+            loss = loss_fn(run.model, *batches(options, count, step, same=same)[i]) / count
             loss.backward()
             total = total + loss.detach()
         if options.max_norm is not None:
@@ -64,8 +66,10 @@ def whole(
     return run, step
 
 
-def batches(options: Options, count: int, step: int) -> list[Any]:
-    return [batch_of(options.model, step * count + i) for i in range(count)]
+def batches(options: Options, count: int, step: int, *, same: bool = False) -> list[Any]:
+    """Micro-batches of a step; of the same tensors, if asked for."""
+    found = [batch_of(options.model, step * count + i) for i in range(count)]
+    return found[:1] * count if same else found
 
 
 def compare(
@@ -73,6 +77,7 @@ def compare(
     *,
     count: int = 2,
     once: bool = False,
+    same: bool = False,
     optimizer: str = "adamw",
     kind: str = "compiled",
     rtol: float = 0.0,
@@ -80,9 +85,9 @@ def compare(
 ) -> None:
     """Losses, parameters, buffers and the optimizer's state, of the step and of the loop."""
     loop = start(False, "eager", options, OPTIMIZERS[optimizer])
-    wanted = looped(loop, options, count, once=once)
+    wanted = looped(loop, options, count, once=once, same=same)
     run, step = whole(options, count, OPTIMIZERS[optimizer], kind, reduce_once=once)
-    losses = [step(batches(options, count, i)).item() for i in range(STEPS)]
+    losses = [step(batches(options, count, i, same=same)).item() for i in range(STEPS)]
     what = f"{kind}, {options}, once {once}"
     # What shares a gather is not gathered ahead, nor what comes behind a unit of two buffers.
     stays = current_plan().bucket_bytes != 0 or "frozen" in options.model
@@ -98,6 +103,9 @@ def compare_each() -> None:
     compare(Options("tied", reshard=True, max_norm=0.1), count=3)
     with planned(bucket_bytes=1 << 20):  # units share collectives
         compare(Options("odd", max_norm=0.05), optimizer="sgd")
+    with planned(split_bytes=500):  # units are reduced in parts
+        compare(Options("odd", max_norm=0.05), optimizer="sgd")
+        compare(Options("odd"), same=True)
     compare(Options("conv", reshard=False))
     compare(Options("deep frozen"))
 

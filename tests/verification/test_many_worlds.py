@@ -125,10 +125,13 @@ def trained(seed: int) -> None:
         fully_shard(model, **way)
         if draw.random() < 0.3 and "check" not in plan:
             optimizer = torch.optim.AdamW(model.parameters())
-            backend = "compiled_fsdp_eager"
-            step = compile_step(model, optimizer, lambda model, ids: model(ids), backend=backend)
+            backend, count = "compiled_fsdp_eager", draw.choice([1, 2])
+            step = compile_step(
+                model, optimizer, lambda m, ids: m(ids), backend=backend, accumulate=count
+            )
+            other = ids if draw.random() < 0.5 else ids.clone()  # the same tensors, or others
             for _ in range(2):
-                step(ids)
+                step(ids) if count == 1 else step([(ids,), (other,)])
             return
         call = torch.compile(model, fullgraph=True, backend="compiled_fsdp_eager")
         for _ in range(2):
