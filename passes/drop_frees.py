@@ -13,12 +13,13 @@ After:
     %w = view(%v, shape)
     %y = mm(%x, %w)
 
-Where kernels read a pointwise value later, Inductor may compute it there, from the buffer: of an
-`embedding`, the table would live on until the last kernel that reads its rows. What is read behind
-the next call of a library's kernel is marked to be written where it stands.
+Where several kernels read a pointwise value, Inductor may compute it in each, from the buffer: of
+an `embedding`, the table would live on until the last kernel that reads its rows. If one of them
+stands behind the next call of a library's kernel, the value is marked to be written where it is.
 
 Requires: nothing.
-Ensures: no `free` is left, and what it freed lives on in no later kernel.
+Ensures: no `free` is left. Behind the segment in which a buffer was freed, at most one kernel reads
+    it for each value, where that is the only one to read the value.
 Leaves alone: everything else.
 """
 

@@ -31,7 +31,7 @@ Requires: the graph in its final order.
 Ensures: generated kernels read and write less (`ir/traffic.py`), and no more bytes are alive at the
 communication, whose order is what it was. A kernel that computes more may need more memory while it
 runs, as it would without regions.
-Leaves alone: graphs without regions.
+Leaves alone: graphs without regions, but for what unpacks values.
 """
 
 from __future__ import annotations

@@ -232,10 +232,11 @@ class GatheredBucket:
         """
         spec, (message, _) = self.specs[place], self.places[place]
         rows = self.columns(run, gathered, place)
-        is_apart = spec.group_size > 1 and len(message.members) > 1
-        if is_apart and is_copied and not self.is_bytes:
+        is_decoded = self.is_bytes  # into one piece
+        is_apart = not is_decoded and spec.group_size > 1 and len(message.members) > 1
+        if is_apart and is_copied:
             rows = run(aten.clone.default, rows, memory_format=torch.contiguous_format)
-        elif is_apart and not self.is_bytes:
+        elif is_apart:
             rows = run(aten.reshape.default, rows, [spec.group_size * spec.shard_numel])
         return from_rows(run, rows, spec)
 

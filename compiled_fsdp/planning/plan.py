@@ -294,7 +294,9 @@ def _ask(plan: Plan) -> None:
 
 
 def use(plan: Plan) -> None:
-    """Put a plan in the place of the current one, without taking it for what the user set."""
+    """Put a plan in the place of the current one, without taking it for what the user set; if
+    somebody who follows it raises, the current one stays.
+    """
     global _current
     before, _current = _current, replace(plan, **_forced) if _forced else plan
     if any(getattr(before, name) != getattr(_current, name) for name in FOLLOWED):

@@ -1,5 +1,5 @@
-"""`drop_frees`: no `free` is left, and nothing else changes; what kernels would compute from a freed
-buffer much later is written.
+"""`drop_frees`: no `free` is left, and nothing else changes; what kernels would compute again from
+a freed buffer is written.
 """
 
 from __future__ import annotations

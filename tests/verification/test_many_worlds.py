@@ -1,7 +1,8 @@
-"""Graphs of models as wide as the world, a row more or less, in worlds of 2 to 64 ranks: what passes
-make of them means what was captured, whatever the plan.
+"""Graphs of models as wide as the world, or a row more or less, in worlds of 2 to 64 ranks: what
+passes make of them means what was captured, whatever the plan says.
 
-Drawn at random; `python tests/verification/test_many_worlds.py FIRST COUNT` looks at more of them.
+Models and plans are drawn at random. `python tests/verification/test_many_worlds.py FIRST COUNT`
+tries more of them.
 """
 
 from __future__ import annotations
