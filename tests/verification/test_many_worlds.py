@@ -1,8 +1,9 @@
 """Graphs of models as wide as the world, or a row more or less, in worlds of 2 to 64 ranks: what
 passes make of them means what was captured, whatever the plan says.
 
-Models and plans are drawn at random. `python tests/verification/test_many_worlds.py FIRST COUNT`
-tries more of them.
+Models and plans are drawn at random. To try more of them:
+
+    PYTHONPATH=tests:benchmarks python tests/verification/test_many_worlds.py FIRST COUNT
 """
 
 from __future__ import annotations
