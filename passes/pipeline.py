@@ -45,6 +45,7 @@ from .hide_copies import hide_copies
 from .inline_pointwise import inline_pointwise
 from .join_grads import join_grads
 from .join_kernels import join_kernels
+from .keep_grad_dtype import keep_grad_dtype
 from .leave_in_flight import leave_in_flight
 from .lower import lower
 from .mark_offloaded import mark_offloaded
@@ -84,8 +85,9 @@ OVERLAP = ("overlap_optimizer",)
 
 PIPELINE = check_order(
     (
-        Pass(number_batches, Stage.JOINT, (), P.NUMBERED),
-        Pass(dedup_unshard, Stage.JOINT, (), P.DEDUPED),
+        Pass(keep_grad_dtype, Stage.JOINT, (), P.GRADS_KEPT),
+        Pass(number_batches, Stage.JOINT, (P.GRADS_KEPT,), P.NUMBERED),
+        Pass(dedup_unshard, Stage.JOINT, (P.GRADS_KEPT,), P.DEDUPED),
         Pass(join_grads, Stage.JOINT, (P.DEDUPED,), P.JOINED),
         Pass(
             choose_collectives,

@@ -20,7 +20,7 @@ from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.wire.captured import CAPTURES, RECORDERS, Captures, Refused, on_device
 
-from .parts import step_alone
+from .parts import give_zeros, step_alone
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -180,7 +180,7 @@ class Capturable:
         shape = (2,) if param.ndim else ()
         dtype = local_tensor(param).dtype
         alone = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=self._device))
-        alone.grad = torch.zeros_like(alone)
+        give_zeros(alone, param)
         state: dict[Any, dict[str, Any]] = defaultdict(dict)
         if made := optimizer.state.get(param):
             state[alone] = {name: _like(each, param, alone) for name, each in made.items()}

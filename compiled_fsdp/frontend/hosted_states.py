@@ -167,8 +167,9 @@ class HostedStates:
             warn_once(
                 "compile_step: Plan(optimizer_state='budget'): what the optimizer remembers of "
                 f"{shortened(staying)} stays on the device, whatever the budget: a Muon's matrices "
-                "are updated whole, FullyShardedDataParallel's parameters are parts, and those "
-                "with all-gather extensions are no plain tensors. Count it to what is at rest"
+                "are updated whole, FullyShardedDataParallel's parameters are parts, those with "
+                "all-gather extensions are no plain tensors, and with a grad_dtype momentum has "
+                "another dtype than the parameter. Count it to what is at rest"
             )
         return tuple(self._names.items())
 
@@ -249,7 +250,8 @@ def _may_rest(unit: Unit, flat: FlatBuffer) -> bool:
     """Whether state of these parameters is tensors like plain shards, computed with where they
     rest.
     """
-    return not unit.is_flat and not flat.is_apart and flat.data.device == flat.device
+    is_plain = not unit.is_flat and not flat.is_apart and flat.params[0].grad_dtype is None
+    return is_plain and flat.data.device == flat.device
 
 
 def _settings(group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:

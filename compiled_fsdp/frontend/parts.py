@@ -114,6 +114,7 @@ class _StandIn:
                 return None
         if any(each.shape != local.shape for each in locals_.values()):
             return None
+        local.grad_dtype = locals_["grad"].dtype
         local.grad = locals_["grad"]
         return cls(local, values)
 
@@ -178,11 +179,17 @@ def remembered(
     like, state = param, optimizer.state.get(param)
     if not state:
         like = torch.nn.Parameter(torch.zeros(2, dtype=param.dtype, device=param.device))
-        like.grad = torch.zeros_like(like)
+        give_zeros(like, param)
         found: dict[Any, dict[str, Any]] = defaultdict(dict)
         step_alone(optimizer, {**group, "params": [like]}, found)
         state = found[like]
     return tuple(sorted(name for name, each in state.items() if _is_like(each, like)))
+
+
+def give_zeros(like: nn.Parameter, param: Tensor) -> None:
+    """Let a parameter have a gradient of zeros, in the dtype in which that of `param` is kept."""
+    like.grad_dtype = param.grad_dtype
+    like.grad = torch.zeros_like(like, dtype=param.grad_dtype)
 
 
 def step_alone(

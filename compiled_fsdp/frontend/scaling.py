@@ -87,7 +87,12 @@ class Scaling:
             return None
         made = Scaling(scaler, optimizers, units, clips=clips)
         flats = [flat for unit in units for flat in unit.flats]
-        half = [p.fqn for flat in flats for p in flat.params if flat.data.dtype == torch.float16]
+        half = [
+            p.fqn
+            for flat in flats
+            for p in flat.params
+            if p.spec.kept_dtype(flat.data.dtype) == torch.float16
+        ]
         if half and made.unscales and type(scaler) is not ShardedGradScaler:
             raise ValueError(
                 f"compile_step: Attempting to unscale FP16 gradients, of {half[0]}: as in the "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from compiled_fsdp.eager.containers import map_tensors
+from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.frontend.beside_stock import check_no_stock_unit
 from compiled_fsdp.frontend.stepped import ignore
 from compiled_fsdp.units.hooks import say_lost
@@ -22,7 +23,7 @@ from .at_rest import Keeper
 from .stock import clean_tensor_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 TYPES: dict[str, type] = {
     "sharding_strategy": ShardingStrategy,
@@ -69,6 +70,7 @@ def settle_groups(
     managed = [m for m in module.modules() if m not in wrapper._ignored_modules]
     ignored = {id(parameter) for parameter in wrapper._ignored_params}
     check_no_stock_unit("FullyShardedDataParallel", [module], managed, ignored)
+    _check_grad_dtypes(managed, ignored, has_originals=options["use_orig_params"])
     with _hinted():
         stock.init_device_handle(wrapper, module, wrapper._ignored_params, options["device_id"])
     # Dynamo asks: both ways can be traced.
@@ -78,6 +80,37 @@ def settle_groups(
         stock.init_process_groups(
             wrapper, options["process_group"], options["sharding_strategy"], policy, mesh
         )
+
+
+def _check_grad_dtypes(
+    managed: Iterable[nn.Module], ignored: Collection[int], *, has_originals: bool
+) -> None:
+    """A flat parameter has none but its own dtype.
+
+    Raises:
+        NotImplementedError: an original parameter asks for another, and is there to be asked; in
+            stock the first backward raises.
+    """
+    asked = dict.fromkeys(
+        f"{type(module).__name__}.{name} of {p.dtype}: {p.grad_dtype}"
+        for module in managed
+        for name, p in module._parameters.items()
+        if p is not None and id(p) not in ignored and p.is_leaf and p.grad_dtype != p.dtype
+    )
+    if not asked:
+        return
+    told = (
+        f"grad_dtype is set on {shortened([*asked])}, and gradients of FSDP1 have the dtype of the"
+    )
+    if has_originals:
+        raise NotImplementedError(
+            f"FullyShardedDataParallel: {told} flat parameter: with use_orig_params=True backward "
+            "could not put them there. Use fully_shard, which keeps them so, or leave it as it is"
+        )
+    warn_once(
+        f"compiled_fsdp: FullyShardedDataParallel: {told} flat parameter, as with torch's: it is "
+        "ignored. fully_shard keeps gradients so"
+    )
 
 
 # What is to be done about errors of stock's that people meet first, by what they say.

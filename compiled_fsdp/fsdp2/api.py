@@ -26,7 +26,7 @@ from compiled_fsdp.units.hooks import say_lost
 from compiled_fsdp.units.mesh import resolve_mesh, resolve_placement, resolve_reshard
 from compiled_fsdp.units.offload import Offload, can_pin
 from compiled_fsdp.units.param import Original
-from compiled_fsdp.units.precision import ask_override, check_grad_dtype
+from compiled_fsdp.units.precision import ask_override, asked_grad_dtype
 from compiled_fsdp.units.registered import Registered, sharded_behind
 from compiled_fsdp.units.tensor_parallel import place
 from compiled_fsdp.units.unit import Unit
@@ -104,7 +104,8 @@ def fully_shard(
             on groups of that size; None means True, but False for the outermost unit.
         mp_policy: dtypes of compute, gradient reduction and outputs; torch's own class. Without
             `reduce_dtype`, gradients are reduced as the installed torch does it: in the parameters'
-            own dtype since torch 2.15, in `param_dtype` before.
+            own dtype since torch 2.15, in `param_dtype` before. Where `grad_dtype` of a parameter
+            was set, they are reduced and kept in that, as since torch 2.15.
         shard_placement_fn: for each parameter None (dim 0), a `Shard` of another dim (which must
             divide evenly), or torch's `ShardPlacementResult` with a mesh of its own.
         offload_policy: `CPUOffloadPolicy()` keeps sharded parameters, gradients and so optimizer
@@ -369,6 +370,7 @@ def _managed_params(
                         own,
                         (mesh, placements),
                         ask_override(policy, parameter, path),
+                        asked_grad_dtype(parameter, path),
                     )
                 originals[id(parameter)].owners.append((module, name))
     return [originals[key] for key in found]
@@ -413,7 +415,6 @@ def _check_param(name: str, parameter: nn.Parameter, device: torch.device) -> No
             f"fully_shard: parameter {name} is not contiguous ({parameter.shape=} "
             f"{parameter.stride()=}). Call .contiguous() on it before sharding"
         )
-    check_grad_dtype(parameter, name)
 
 
 def _move_to_device(

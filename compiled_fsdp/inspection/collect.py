@@ -102,6 +102,7 @@ def _unit(
             _dtype(p.sharded.dtype),
             p.sharded.dtype.itemsize * torch.Size(p.layout.shape).numel(),
             not p.sharded.requires_grad,
+            _dtype(p.grad_dtype) if p.grad_dtype not in (None, p.sharded.dtype) else "",
         )
         for p in unit.params
     ]

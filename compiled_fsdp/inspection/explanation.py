@@ -10,13 +10,17 @@ from .explanation_text import summary_of, text_of
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of a unit; `num_bytes` of all ranks together, in the dtype that it is kept in."""
+    """A parameter of a unit; `num_bytes` of all ranks together, in the dtype that it is kept in.
+
+    grad_dtype: that of its gradient, where it is another; else "".
+    """
 
     name: str
     shape: list[int]
     dtype: str
     num_bytes: int
     is_frozen: bool
+    grad_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)

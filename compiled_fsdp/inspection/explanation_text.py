@@ -113,6 +113,7 @@ def _param(param: Param, unit: str) -> str:
     return (
         f"{name} {param.shape} {param.dtype}, {_mb(param.num_bytes)}"
         f"{', frozen' if param.is_frozen else ''}"
+        f"{', its gradient in ' + param.grad_dtype if param.grad_dtype else ''}"
     )
 
 

@@ -123,6 +123,7 @@ class ParamSpec:
     is_checked: whether ranks compare checksums of what travels of it (`checksums.py`).
     is_extended: whether this is not the parameter, but one of the tensors that its all-gather
         extension gathers (`units/traced_extension.py`).
+    grad_dtype: in which its reduced gradient is kept; None: in that of the flat buffer.
     """
 
     offset: int
@@ -163,6 +164,7 @@ class ParamSpec:
     batch: int = 0
     is_checked: bool = False
     is_extended: bool = False
+    grad_dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:
@@ -247,6 +249,10 @@ class ParamSpec:
             self.hook,
             self.retained_dtype,
         )
+
+    def kept_dtype(self, flat: torch.dtype) -> torch.dtype:
+        """The dtype of its flat gradient, where the flat buffer is of `flat`."""
+        return self.grad_dtype or flat
 
     def over_post_group(self) -> ParamSpec:
         """The same parameter cut for the smaller post-forward mesh (`reshard == "slice"`); a slice

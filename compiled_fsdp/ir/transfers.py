@@ -75,7 +75,7 @@ def reduce_grad(
     spec: ParamSpec,
 ) -> Value | None:
     """From one parameter's gradient of `spec.shape` to its part of the flat local gradient [numel]
-    of `dtype`.
+    of a flat buffer of `dtype`.
 
     None if the policy is to keep the gradient for a later backward.
     """
@@ -244,8 +244,8 @@ class GatheredBucket:
 def reduce_bucket(
     run: Run, grads: Sequence[tuple[Value, torch.dtype, ParamSpec]], flat: Value, dtype: torch.dtype
 ) -> Value | None:
-    """One reduction for the gradients of several parameters: this rank's [sum of shard_numel], in
-    order, in `dtype`.
+    """One reduction for the gradients of several parameters of a flat buffer of `dtype`: this
+    rank's [sum of shard_numel], in order.
 
     None if the policy is to keep them for a later backward; the owner of `flat` has them then.
     """
@@ -293,8 +293,11 @@ def _cast(run: Run, grad: Value, dtype: torch.dtype, spec: ParamSpec) -> Value:
 
 
 def finished(run: Run, summed: Value, spec: ParamSpec, dtype: torch.dtype) -> Value:
-    """Sums over ranks as gradients: shown to the user's hook, divided, in `dtype`."""
-    return convert(run, divide(run, summed, spec.reduction), spec.reduce_dtype, dtype)
+    """Sums over ranks as gradients of a flat buffer of `dtype`: shown to the user's hook, divided,
+    in the dtype in which they are kept.
+    """
+    divided = divide(run, summed, spec.reduction)
+    return convert(run, divided, spec.reduce_dtype, spec.kept_dtype(dtype))
 
 
 def _exchange_bytes(run: Run, rows: Sequence[Value], specs: Sequence[ParamSpec]) -> Value:
@@ -342,7 +345,7 @@ def finish_bucket(
     codes: Sequence[str],
 ) -> Value:
     """Do what `reduce_bucket` does from the start of its last collective on: await it, add up,
-    divide, cast to `dtype`.
+    divide, cast.
 
     numels, codes: of each parameter, the elements of its shard, and the codes in which its gradient
         travels; no codes: the bucket travels as it is.

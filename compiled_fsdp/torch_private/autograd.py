@@ -24,6 +24,14 @@ def backward_number() -> int:
     return torch._C._current_graph_task_id()
 
 
+def grad_dtype_set(leaf: Tensor) -> tuple[bool, torch.dtype | None]:
+    """Whether somebody has set `grad_dtype` of a leaf, and to what: None lets a gradient have any
+    dtype. Before torch 2.15 nothing tells the leaf's own dtype from none that was set.
+    """
+    wanted = leaf.grad_dtype
+    return getattr(leaf, "_has_grad_dtype_override", wanted != leaf.dtype), wanted
+
+
 def accumulates(leaf: Tensor) -> bool:
     """Whether the backward that autograd runs adds to `.grad` of this leaf, as far as the graph
     leads to it.

@@ -137,11 +137,14 @@ def move_all_once() -> None:
         return type(tensor) is DTensor and tensor.is_leaf and bool(tensor.storage_offset())
 
     def copied(self: DTensor, memo: dict[int, Any]) -> Any:
-        if not is_moved(self) or id(self) in memo:
+        is_alike = self.grad is None or self.grad.dtype == self.dtype  # torch forgets grad_dtype
+        if id(self) in memo or (is_alike and not is_moved(self)):
             return by_torch.__deepcopy__(self, memo)
         made: Any = self.detach().clone().requires_grad_(self.requires_grad)
         made.__dict__.update(copy.deepcopy(_of_users(self), memo))
         memo[id(self)] = made
+        if not is_alike:
+            made.grad_dtype = self.grad_dtype
         made.grad = copy.deepcopy(self.grad, memo)
         return made
 

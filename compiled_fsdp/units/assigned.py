@@ -111,7 +111,7 @@ APART = (
 def _adopt(unit: Unit, assigned: Sequence[tuple[ShardedParam, Any]]) -> None:
     for param, new in assigned:
         _say_it_stays_tied(param, new)
-        param.sharded = new
+        param.hold(new)
         param.register(new)
         param.put_back()
     if assigned:

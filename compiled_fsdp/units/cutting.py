@@ -33,8 +33,8 @@ sharded_as: Any = WeakTensorKeyDictionary()
 
 
 def classes_of(originals: Sequence[Original]) -> list[list[Original]]:
-    """Returns the parameters of each flat buffer: split by mesh, dtype, `requires_grad` and whether
-    they are views at all, in order of first appearance.
+    """Returns the parameters of each flat buffer: split by mesh, dtype, `requires_grad`,
+    `grad_dtype` and whether they are views at all, in order of first appearance.
     """
     groups: dict[object, list[Original]] = {}
     for entry in originals:
@@ -42,6 +42,7 @@ def classes_of(originals: Sequence[Original]) -> list[list[Original]]:
             entry.mesh_info,
             entry.parameter.dtype,
             entry.parameter.requires_grad,
+            entry.grad_dtype,
             entry.is_apart,
         )
         groups.setdefault(key, []).append(entry)
@@ -49,8 +50,8 @@ def classes_of(originals: Sequence[Original]) -> list[list[Original]]:
 
 
 def flat_buffer(unit: Unit, group: Sequence[Original]) -> FlatBuffer:
-    """Cut parameters that share a mesh, a dtype and `requires_grad`, and register this rank's parts
-    of them, which are views of one new buffer.
+    """Cut parameters of one class (`classes_of`), and register this rank's parts of them, which
+    are views of one new buffer.
     """
     info = group[0].mesh_info
     first = group[0].parameter
@@ -78,8 +79,10 @@ def flat_buffer(unit: Unit, group: Sequence[Original]) -> FlatBuffer:
                 place,
                 full,
                 compute=entry.compute,
+                grad_dtype=entry.grad_dtype,
             )
         )
+        params[-1].keep_grad_dtype()
         for module, name in entry.owners:
             registered(module).note_owner(name, unit, params[-1])
         params[-1].register(sharded)

@@ -29,6 +29,7 @@ from .layout import FlatLayout
 from .mesh import MeshInfo
 from .owner import BufferOwner
 from .param import ShardedParam, trained
+from .precision import asked_grad_dtype
 from .replaced import bring_back
 from .resting import Resting
 from .traced_extension import no_memory
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class FlatBuffer:
-    """A flat local buffer: the parameters of a unit that share a mesh, a dtype and `requires_grad`.
+    """A flat local buffer: the parameters of a unit that share a mesh, a dtype, `requires_grad` and
+    `grad_dtype`.
 
     is_apart: the parameters are subclasses with an all-gather extension, which cannot be views;
         only their gradients are laid out so, and `data` is empty.
@@ -82,8 +84,33 @@ class FlatBuffer:
     def _own_data(self) -> None:
         """Be what ops and autograd find by the buffer."""
         set_owner(self.data, self.owner)
+        self._keep_grad_dtype()
         if self.data.requires_grad:
             self._watch_leaf()
+
+    def _keep_grad_dtype(self) -> None:
+        if self.params[0].grad_dtype is not None:
+            self.data.grad_dtype = self.params[0].grad_dtype
+
+    def follow_grad_dtype(self) -> None:
+        """Take over a `grad_dtype` that a user has set on the sharded parameters.
+
+        Raises:
+            NotImplementedError: it is not the same for all of the buffer.
+        """
+        asked = {p.fqn: asked_grad_dtype(p.sharded, p.fqn) or p.grad_dtype for p in self.params}
+        if len({*asked.values()}) > 1:
+            told = ", ".join(f"{name}: {dtype}" for name, dtype in asked.items())
+            raise NotImplementedError(
+                f"{self.unit.name}: grad_dtype of its sharded parameters of {self.data.dtype} was "
+                f"set on some, or to different dtypes ({told}), which is not supported: their "
+                "gradients are parts of one flat gradient. Set it before fully_shard, which makes "
+                "one for each, or to the same on all of these"
+            )
+        for param in self.params:
+            param.grad_dtype = asked[param.fqn]
+            param.keep_grad_dtype()
+        self._keep_grad_dtype()
 
     def _watch_leaf(self) -> None:
         """Weakly: autograd's hooks are out of the garbage collector's sight."""

@@ -46,7 +46,7 @@ class Arrival:
         model.
         """
         with without_torch_function():
-            local = InFlight(param._local_tensor, self)
+            local = _local(param, self)
             grad = make_dtensor(local, param)
         self._grads.append((grad, local, view))
         return grad
@@ -76,7 +76,7 @@ class SteppedGrad:
     def make_grad(self, param: DTensor) -> DTensor:
         """In the place of a gradient for `param`."""
         with without_torch_function():
-            return make_dtensor(InFlight(param._local_tensor, self), param)
+            return make_dtensor(_local(param, self), param)
 
     def wait(self) -> None:
         """There is nothing to wait for.
@@ -108,22 +108,22 @@ class InFlight(Tensor):
     arrived: Tensor | None
 
     @staticmethod
-    def __new__(cls, like: Tensor, arrival: Arrival | SteppedGrad) -> InFlight:
-        """Shape, strides, offset, dtype and device of `like`; a DTensor keeps the offset that it is
-        made with.
+    def __new__(cls, like: Tensor, arrival: Arrival | SteppedGrad, dtype: torch.dtype) -> InFlight:
+        """Shape, strides, offset and device of `like`; a DTensor keeps the offset that it is made
+        with.
         """
         made: InFlight = Tensor._make_wrapper_subclass(
             cls,
             like.shape,
             strides=like.stride(),
             storage_offset=like.storage_offset(),
-            dtype=like.dtype,
+            dtype=dtype,
             device=like.device,
         )
         made.arrival, made.arrived = arrival, None
         return made
 
-    def __init__(self, like: Tensor, arrival: Arrival | SteppedGrad) -> None:
+    def __init__(self, like: Tensor, arrival: Arrival | SteppedGrad, dtype: torch.dtype) -> None:
         super().__init__()
 
     @classmethod
@@ -141,6 +141,10 @@ class InFlight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Any op, such as those that a DTensor calls on its local tensor."""
         return func(*_arrived(args), **_arrived(kwargs or {}))
+
+
+def _local(param: DTensor, arrival: Arrival | SteppedGrad) -> InFlight:
+    return InFlight(param._local_tensor, arrival, param.grad_dtype or param.dtype)
 
 
 def _arrived(values: Any) -> Any:

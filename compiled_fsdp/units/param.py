@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.errors import check_dense
 from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.torch_private.autograd import grad_dtype_set
 from compiled_fsdp.torch_private.dtensors import local_tensor
 
 from .extension import has_extension
@@ -62,6 +63,7 @@ class Original:
 
     place: mesh and placements of the DTensor that it becomes.
     compute: the dtype that the policy gives to this parameter alone; None: as to all.
+    grad_dtype: that of the parameter, where somebody has set it; else None.
     """
 
     parameter: nn.Parameter
@@ -72,6 +74,7 @@ class Original:
     mesh_info: MeshInfo
     place: tuple[DeviceMesh, tuple[Placement, ...]]
     compute: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
 
     @property
     def local(self) -> Tensor:
@@ -97,6 +100,7 @@ class ShardedParam:
     full: how the gathered local tensor becomes the DTensor that computation reads; None for a plain
         parameter.
     compute: the dtype that the policy gives to this parameter alone; None: as to all.
+    grad_dtype: in which its reduced gradient is kept; None: in its own.
     unsharded: the eager runtime's full parameter; None before the first eager use.
     is_borrowed: it lies in the shard's own memory, which is not to be freed.
     spec: the arguments of its ops under the current settings.
@@ -115,6 +119,7 @@ class ShardedParam:
     layout: ShardLayout
     full: Full | None = None
     compute: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
     unsharded: nn.Parameter | None = None
     is_borrowed: bool = False
     fqn: str = ""
@@ -171,7 +176,25 @@ class ShardedParam:
         self.is_borrowed = self.is_shard_whole
         full = self.full.wrap(local) if self.full else local
         self.unsharded = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
+        if self.grad_dtype is not None and self.grad_dtype.itemsize > full.dtype.itemsize:
+            self.unsharded.grad_dtype = None  # a wider gradient of a user's function stays one
         keep_marks(self.sharded, self.unsharded)
+
+    def hold(self, sharded: nn.Parameter) -> None:
+        """Begin to be held in another sharded form."""
+        self.sharded = sharded
+        if not grad_dtype_set(sharded)[0]:
+            self.keep_grad_dtype()
+
+    def keep_grad_dtype(self) -> None:
+        """What torch has made anew or cast, with its gradient, keeps that in the dtype that was
+        asked for.
+        """
+        if self.grad_dtype in (None, self.sharded.grad_dtype):
+            return
+        grad, self.sharded.grad = self.sharded.grad, None
+        self.sharded.grad_dtype = self.grad_dtype
+        self.sharded.grad = None if grad is None else grad.to(self.grad_dtype)
 
     def local_grad(self, grad: Tensor) -> Tensor:
         """Returns what of a full gradient is to be reduced.

@@ -1,15 +1,16 @@
-"""The dtypes of a parameter: what it is computed in, and what its gradients are reduced in.
+"""The dtypes of a parameter: what it is computed in, what its gradients are reduced and kept in.
 
 `MixedPrecisionPolicy` is torch's own. Before torch 2.15 it has no `param_dtype_override_fn`; there
 it is a subclass that has one. Without a `reduce_dtype`, gradients are reduced as the installed
-torch does it: up to 2.14 in the compute dtype, from 2.15 on in the parameter's own (its
-`grad_dtype`, which is the same unless somebody sets it). A policy with `param_dtype_override_fn`
-comes from 2.15, and brings this with it on every torch: the parameters of a unit are computed in
-two dtypes, and reduced in one.
+torch does it: up to 2.14 in the compute dtype, from 2.15 on in the parameter's `grad_dtype`, its
+own dtype unless somebody sets it. A policy with `param_dtype_override_fn`, and a parameter with a
+`grad_dtype`, come from 2.15, and bring this with them on every torch: the parameters of a unit are
+computed or kept in two dtypes, and reduced in one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable  # who builds a policy from text asks for its annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as StockPolicy
 
 from compiled_fsdp.errors import named
+from compiled_fsdp.torch_private.autograd import grad_dtype_set
 from compiled_fsdp.torch_private.modules import reduces_in_grad_dtype
 
 OVERRIDE = "param_dtype_override_fn"
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 if TYPE_CHECKING or OVERRIDE in {f.name for f in fields(StockPolicy)}:
     MixedPrecisionPolicy = StockPolicy
@@ -73,24 +78,38 @@ def policy_of(policy: StockPolicy, dtype: torch.dtype | None) -> StockPolicy:
     return own if dtype is None else replace(own, param_dtype=dtype)
 
 
-def reduce_dtype(policy: StockPolicy, original: torch.dtype, compute: torch.dtype) -> torch.dtype:
+def reduce_dtype(
+    policy: StockPolicy,
+    original: torch.dtype,
+    compute: torch.dtype,
+    kept: Sequence[torch.dtype] = (),
+) -> torch.dtype:
     """In which dtype gradients of a parameter travel and are added up, over ranks and over
     backwards.
+
+    kept: of units in which a parameter has a `grad_dtype`, the dtypes in which gradients of the
+        trained ones are kept. All are reduced in what these are promoted to, as since torch 2.15.
     """
     follows = reduces_in_grad_dtype() or override_of(policy) is not None
-    return policy.reduce_dtype or (original if follows else compute)
+    own = functools.reduce(torch.promote_types, kept) if kept else original if follows else compute
+    return policy.reduce_dtype or own
 
 
-def check_grad_dtype(parameter: nn.Parameter, name: str) -> None:
-    """Gradients have the dtype of their parameter.
+def asked_grad_dtype(parameter: nn.Parameter, name: str) -> torch.dtype | None:
+    """Returns the `grad_dtype` that somebody has set on a parameter; None where nobody has.
 
     Raises:
-        NotImplementedError: `grad_dtype` of this one asks for another.
+        NotImplementedError: it is None, which lets a gradient have any, or none that sums over
+            ranks could be made in.
     """
-    wanted = getattr(parameter, "grad_dtype", parameter.dtype)
-    if wanted != parameter.dtype:
+    is_set, wanted = grad_dtype_set(parameter)
+    if not is_set:
+        return None
+    if wanted is None or not wanted.is_floating_point or wanted.itemsize < 2:
         raise NotImplementedError(
             f"fully_shard: parameter {name} of {parameter.dtype} has grad_dtype={wanted}, which is "
-            f"not supported: its gradient is a part of a flat one of {parameter.dtype}. Leave "
-            "grad_dtype as it is; mp_policy.reduce_dtype says what gradients are reduced in"
+            "not supported: its gradient is a part of a flat one, reduced over the ranks. Set it "
+            "to a floating-point dtype of two bytes or more, torch.float32 say, or leave it as it "
+            "is"
         )
+    return wanted

@@ -66,7 +66,7 @@ def _place(param: ShardedParam, local: Tensor, view: Tensor) -> None:
         if view.is_floating_point():
             view.fill_(math.nan)
         placed = make_dtensor(view.data, param.sharded)
-        param.sharded = nn.Parameter(placed, requires_grad=param.sharded.requires_grad)
+        param.hold(nn.Parameter(placed, requires_grad=param.sharded.requires_grad))
         param.register(param.sharded)
         return
     view.copy_(local)

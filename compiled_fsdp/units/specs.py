@@ -27,7 +27,10 @@ def make_spec(unit: Unit, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
     original = param.sharded.dtype
     compute = param.compute or policy.param_dtype
     dtype = compute if compute is not None and original.is_floating_point else original
-    wire = reduce_dtype(policy, original, dtype)
+    kept = unit.kept_dtypes
+    wire = reduce_dtype(policy, original, dtype, kept)
+    own = param.grad_dtype or original
+    is_widened = bool(kept) and policy.reduce_dtype is None and own != wire
     how = reduction(info, wire, settings.divide_factor, is_sum=settings.force_sum)
     is_mean = averages(how.dtype, settings.divide_factor, is_sum=settings.force_sum)
     if is_mean and settings.reduce_scatter:  # a user's communication is asked for what stock asks
@@ -79,6 +82,8 @@ def make_spec(unit: Unit, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
         gather_quantized=gather_codes,
         reduce_quantized=reduce_codes,
         is_checked=is_checked,
+        retained_dtype=own if is_widened else None,
+        grad_dtype=param.grad_dtype,
     )
 
 

@@ -164,6 +164,16 @@ class Unit:
         """Every parameter, class by class."""
         return (param for flat in self.flats for param in flat.params)
 
+    @property
+    def kept_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Returns the dtypes in which gradients of trained parameters are kept, where somebody has
+        set one (`grad_dtype`); else none.
+        """
+        if all(param.grad_dtype is None for param in self.params):
+            return ()
+        trains = [p for p in self.params if p.sharded.requires_grad]
+        return tuple(dict.fromkeys(p.grad_dtype or p.sharded.dtype for p in trains))
+
     def own_modules(self) -> Iterable[nn.Module]:
         """The modules of the call and those that hold its parameters."""
         return dict.fromkeys(
@@ -248,6 +258,7 @@ class Unit:
         """Follow what the user did to the sharded parameters: replaced, moved, cast."""
         adopt_assigned(self)
         for flat in self.flats:
+            flat.follow_grad_dtype()
             flat.refresh(is_moved=True)
         self.publish()
 
@@ -301,6 +312,7 @@ class Unit:
             self.is_resident,
             self.mode,
             shared_with,
+            self.kept_dtypes,
             tuple(backend_of(flat.mesh_info.shard_group) for flat in self.flats),
         )
         for flat in self.flats:

@@ -78,12 +78,12 @@ class Ignored:
                 _known[tensor] = weakref.ref(self)
 
     def grad_of(self, local: Tensor, *, copies: bool) -> Tensor:
-        """A gradient as autograd would leave it, in the strides of the parameter. copies: in memory
-        of its own.
+        """A gradient as autograd would leave it, in the strides and the `grad_dtype` of the
+        parameter. copies: in memory of its own.
         """
-        own = self.local
-        if copies or local.stride() != own.stride():
-            local = torch.empty_like(own).copy_(local)
+        own, wanted = self.local, self.param.grad_dtype or local.dtype
+        if copies or local.stride() != own.stride() or local.dtype != wanted:
+            local = torch.empty_like(own, dtype=wanted).copy_(local)
         return make_dtensor(local, self.param) if isinstance(self.param, DTensor) else local
 
     # -- called by ops

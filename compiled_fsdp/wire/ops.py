@@ -142,21 +142,29 @@ def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
 def _reduce_grad(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
     unused_outputs.announce_zeros(grad, spec.fqn)
+    if spec.grad_dtype is not None and spec.grad_dtype.itemsize > flat.dtype.itemsize:
+        warn_once(
+            "compiled_fsdp: a graph reached its backend without our passes, so torch's compiler "
+            f"rounds the gradient of {spec.fqn}, and of others with a grad_dtype of "
+            f"{spec.grad_dtype}, to {flat.dtype} on its way to .grad. Use torch.compile's default "
+            "backend or 'compiled_fsdp_eager'",
+            about="grad_dtype without our passes",
+        )
     _consume(spec, comm.reduce_options(spec))
     with torch.no_grad():
         result = transfers.reduce_grad(
             launch.call, grad, grad.dtype, flat, flat.numel(), flat.dtype, spec
         )
     if result is None:
-        return flat.new_zeros(flat.shape)
+        return flat.new_zeros(flat.shape, dtype=spec.kept_dtype(flat.dtype))
     _mark_grads(result, flat, (spec.offset,))
     return _unaliased(result, grad)
 
 
 @fake("reduce_grad")
 def _reduce_grad_fake(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
-    ParamSpec.of(args)
-    return empty_like_fake(flat, flat.shape, flat.dtype)
+    spec = ParamSpec.of(args)
+    return empty_like_fake(flat, flat.shape, spec.kept_dtype(flat.dtype))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -93,8 +93,8 @@ def test_dump_prints_a_graph(dumps, capsys):
     lines = text.splitlines()
     assert lines[0] == f"# rank0/001_forward/{stem('free')}"
     assert lines[1].startswith(
-        "# made by free; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, MARKED_AWAY, "
-        "STATES_MARKED, HEADS_NOTED, READ_AT_ONCE, GROUPS_NAMED, LOWERED"
+        "# made by free; holds: GRADS_KEPT, NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, "
+        "MARKED_AWAY, STATES_MARKED, HEADS_NOTED, READ_AT_ONCE, GROUPS_NAMED, LOWERED"
     )
     assert (
         "%all_gather_into_tensor_default_4: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  "

@@ -165,17 +165,18 @@ class TestFolder(GraphTest):
                 """\
 rank0/000_joint/00_capture.json.gz
 rank0/000_joint/00_capture.txt
-rank0/000_joint/01_number_batches.txt
-rank0/000_joint/02_dedup_unshard.txt
-rank0/000_joint/03_join_grads.txt
-rank0/000_joint/04_choose_collectives.txt
-rank0/000_joint/05_reshard.txt
-rank0/000_joint/06_mark_recomputed.txt
-rank0/000_joint/07_mark_offloaded.txt
-rank0/000_joint/08_mark_states.txt
-rank0/000_joint/09_note_heads.txt
-rank0/000_joint/10_read_at_once.txt
-rank0/000_joint/11_name_groups.txt
+rank0/000_joint/01_keep_grad_dtype.txt
+rank0/000_joint/02_number_batches.txt
+rank0/000_joint/03_dedup_unshard.txt
+rank0/000_joint/04_join_grads.txt
+rank0/000_joint/05_choose_collectives.txt
+rank0/000_joint/06_reshard.txt
+rank0/000_joint/07_mark_recomputed.txt
+rank0/000_joint/08_mark_offloaded.txt
+rank0/000_joint/09_mark_states.txt
+rank0/000_joint/10_note_heads.txt
+rank0/000_joint/11_read_at_once.txt
+rank0/000_joint/12_name_groups.txt
 rank0/001_forward/00_capture.json.gz
 rank0/001_forward/00_capture.txt
 rank0/001_forward/01_lower.diff
@@ -268,7 +269,7 @@ rank0/settings.json""",
             first, _, graph = (backward / "01_lower.txt").read_text().partition("\n")
             self.assertEqual(
                 first,
-                "# made by lower; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, "
+                "# made by lower; holds: GRADS_KEPT, NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, "
                 "MARKED_AWAY, STATES_MARKED, HEADS_NOTED, READ_AT_ONCE, GROUPS_NAMED, LOWERED; 0 gathers, "
                 "2 reductions; 0 bytes gathered, largest bucket 0",
             )

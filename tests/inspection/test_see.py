@@ -62,7 +62,8 @@ def test_a_line_a_pass(logger, caplog):
     with mock.patch("compiled_fsdp.dump.writer._number", 0):
         step(torch.compile(build(), backend=BACKEND))
     lines = [record.getMessage() for record in caplog.records if record.name == "compiled_fsdp"]
-    assert lines[:14] == [
+    assert lines[:15] == [
+        "000_joint keep_grad_dtype: no change",
         "000_joint number_batches: no change",
         "000_joint dedup_unshard: no change",
         "000_joint join_grads: no change",
@@ -163,8 +164,8 @@ def test_artifacts_in_torchs_trace(traced):
     names = [name.removeprefix("compiled_fsdp_") for name in ours]
     assert names[:3] == [
         "000_joint_00_capture.txt",
-        "000_joint_01_number_batches.txt",
-        "000_joint_02_dedup_unshard.txt",
+        "000_joint_01_keep_grad_dtype.txt",
+        "000_joint_02_number_batches.txt",
     ]
     assert {
         f"001_forward_{stem('free')}.txt",
@@ -178,8 +179,8 @@ def test_artifacts_in_torchs_trace(traced):
         "string",
     )
     assert payload.startswith(
-        "# made by free; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, MARKED_AWAY, "
-        "STATES_MARKED, HEADS_NOTED, READ_AT_ONCE, GROUPS_NAMED, LOWERED"
+        "# made by free; holds: GRADS_KEPT, NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, "
+        "MARKED_AWAY, STATES_MARKED, HEADS_NOTED, READ_AT_ONCE, GROUPS_NAMED, LOWERED"
     )
     assert "free(%wait_tensor" in payload
     assert all("rank" in head for head, _ in ours.values())

@@ -32,6 +32,7 @@ class Setting:
     front: "fully_shard", or "fsdp1" or "fsdp1_flat" (without `use_orig_params`).
     backend: "" runs eagerly.
     compiles: what is compiled: the "model", its "blocks", or a "function" around it.
+    grads: the `grad_dtype` of all parameters.
     mesh: "1d", "hsdp", or "tp" (under FSDP over the other axis).
     is_apart: the CPU plays a device beside the host (`kit.offload`).
     varies: the number of rows, from step to step.
@@ -48,6 +49,7 @@ class Setting:
     mesh: str = "1d"
     reshard: bool | int | None = None
     precision: str = ""
+    grads: torch.dtype | None = None
     offloads: bool = False
     dim: int = 0
     ignores: bool = False
@@ -117,6 +119,12 @@ FEATURES: dict[str, Feature] = {
     "reshard_int": Feature("reshard", {"reshard": 2, "world": 4}, without=(*FLAT, "mesh")),
     "bf16": Feature("precision", {"precision": "bf16"}),
     "bf16_reduced": Feature("precision", {"precision": "bf16_reduced"}),
+    # Torch's AdamW, lists of tensors and a compiled step take gradients of the parameter's dtype.
+    "wide_grads": Feature(
+        "grads",
+        {"grads": torch.float64},
+        without=(*FLAT, "adamw", "two_optimizers", "foreach", "compiled_optimizer"),
+    ),
     "cpu_offload": Feature("offload", {"offloads": True, "is_apart": True}),
     "other_dim": Feature("placement", {"dim": 1}, without=FLAT),
     # Its gradient is this rank's alone, so that norms would differ. And torch computes with no

@@ -113,6 +113,8 @@ def built(setting: Setting, *, is_ours: bool) -> Model:
     if setting.weights == "extension" and is_ours:
         for block in blocks:
             block.up.weight = nn.Parameter(Quantised(block.up.weight.detach().clone()))
+    for parameter in model.parameters() if setting.grads else ():
+        parameter.grad_dtype = setting.grads
     return model
 
 

@@ -76,11 +76,13 @@ class Model(nn.Module):
 class TestPipeline(GraphTest):
     def test_wrong_order(self):
         by_name = {entry.name: entry for entry in PIPELINE}
-        wrong = [by_name[n] for n in ("dedup_unshard", "reshard", "lower", "free")]
+        wrong = [
+            by_name[n] for n in ("keep_grad_dtype", "dedup_unshard", "reshard", "lower", "free")
+        ]
         self.assertExpectedRaisesInline(
             ValueError,
             lambda: check_order(wrong),
-            """pipeline: free requires ['PREFETCHED', 'DELAYED'], but the passes before it provide only ['DEDUPED', 'DECIDED', 'LOWERED']. Move it after the pass that provides them""",
+            """pipeline: free requires ['PREFETCHED', 'DELAYED'], but the passes before it provide only ['GRADS_KEPT', 'DEDUPED', 'DECIDED', 'LOWERED']. Move it after the pass that provides them""",
         )
 
     def test_each_requirement_is_needed(self):

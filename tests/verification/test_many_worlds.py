@@ -107,6 +107,17 @@ def way_of(draw: random.Random, world: int) -> dict[str, Any]:
     return way
 
 
+def keep_otherwise(draw: random.Random, model: nn.Module) -> type[torch.optim.Optimizer]:
+    """Of every third model, keep some or all gradients in another dtype; returns what steps it."""
+    if draw.random() >= 1 / 3:
+        return torch.optim.AdamW
+    share, dtype = draw.choice([0.5, 1.0]), draw.choice([torch.float64, torch.bfloat16])
+    for parameter in model.parameters():
+        if draw.random() < share:
+            parameter.grad_dtype = dtype
+    return torch.optim.SGD  # torch's AdamW takes gradients of the parameter's dtype alone
+
+
 def trained(seed: int) -> None:
     """Compile two steps of a drawn model; the verifier looks at each graph."""
     draw = random.Random(seed)
@@ -115,6 +126,7 @@ def trained(seed: int) -> None:
     with fake_ranks(world), planned(**plan):
         torch.manual_seed(seed)
         model = Model(draw, world)
+        optimizer_of = keep_otherwise(random.Random(seed), model)
         ids = torch.arange(6) % min(10, model.table.num_embeddings)
         way, reshard = way_of(draw, world), draw.choice([None, True, False])
         units: list[list[nn.Module]] = [
@@ -126,7 +138,7 @@ def trained(seed: int) -> None:
             fully_shard(unit, reshard_after_forward=reshard, **way)
         fully_shard(model, **way)
         if draw.random() < 0.3 and "check" not in plan:
-            optimizer = torch.optim.AdamW(model.parameters())
+            optimizer = optimizer_of(model.parameters(), lr=1e-3)
             backend, count = "compiled_fsdp_eager", draw.choice([1, 2])
             step = compile_step(
                 model, optimizer, lambda m, ids: m(ids), backend=backend, accumulate=count

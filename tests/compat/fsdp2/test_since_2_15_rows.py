@@ -177,18 +177,103 @@ def test_bad_overrides_name_the_parameter() -> None:
     )
 
 
+@rows("17.11")
+@pytest.mark.parametrize("of", ["all", "biases", "set after", "set to its own"])
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")], ids="/".join)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16, torch.float32], ids=str)
+def test_grad_dtype(
+    two: Pool, of: str, dtypes: tuple[str, str], reduce_dtype: torch.dtype | None
+) -> None:
+    two.run(alike, grad_dtype_kept, of, dtypes, reduce_dtype)
+
+
+def grad_dtype_kept(
+    api: Api, of: str, dtypes: tuple[str, str], reduce_dtype: torch.dtype | None
+) -> Any:
+    """Over steps with momentum, the second of three backwards of which one reduces."""
+    own, kept = (getattr(torch, name) for name in dtypes)
+    model = net().to(own)
+    for name, parameter in model.named_parameters():
+        if of == "set to its own":
+            parameter.grad_dtype = own
+        elif of == "all" or (of == "biases" and name.endswith("bias")):
+            parameter.grad_dtype = kept
+    policy = api.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    model = api.units(model, "0", "2", mp_policy=policy)
+    if of == "set after":
+        for parameter in model.parameters():
+            parameter.grad_dtype = kept
+    call, seen = api.compile(model), list[Any]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        for micro in range(3 if step == 1 else 1):
+            model.set_requires_gradient_sync(step != 1 or micro == 2)
+            call(batch(step=10 * step + micro).to(own)).float().square().mean().backward()
+        seen.append({name: [p.grad_dtype, plain(p.grad)] for name, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = {own, kept} if of == "biases" else {own} if of == "set to its own" else {kept}
+    assert {dtype for dtype, _ in seen[0].values()} == wanted
+    return seen, params(model)
+
+
+@rows("17.11")
+def test_grad_dtype_outlives_what_is_done_to_parameters(two: Pool) -> None:
+    two.run(alike, grad_dtype_outlives)
+
+
+def grad_dtype_outlives(api: Api) -> Any:
+    model = net().bfloat16()
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    model = api.units(model, "0", "2")
+    model.to(torch.float16)
+    call = api.compile(model)
+    seen = []
+    for step in range(2):
+        call(batch(step=step).half()).float().square().mean().backward()
+        seen.append(plain(grads(model)))
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        model.zero_grad()
+        model.load_state_dict(state, assign=True)
+    assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
+    return seen, params(model)
+
+
+def test_gradients_are_added_in_grad_dtype(two: Pool) -> None:
+    """256 + 1 - 256 is 0 in bf16."""
+    two.run(each, added_in_grad_dtype)
+
+
+def added_in_grad_dtype(api: Api) -> None:
+    for reduces in (True, False):
+        layer = nn.Linear(1, 2, bias=False, dtype=torch.bfloat16)
+        layer.weight.grad_dtype = torch.float32
+        api.fully_shard(layer)
+        call = api.compile(layer)
+        for value in (256.0, 1.0, -256.0):
+            layer.set_requires_gradient_sync(reduces or value < 0)
+            call(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
+        assert layer.weight.grad.full_tensor().tolist() == [[1.0], [1.0]], reduces
+
+
 @pytest.mark.usefixtures("fake_world")
-def test_grad_dtype_is_refused() -> None:
-    """Row 17.11: stock accumulates and reduces in it."""
+def test_grad_dtype_that_is_refused() -> None:
+    """None, of which no flat gradient can be made; of a part of one that was made without."""
     model = net()
-    model[2].weight.grad_dtype = torch.bfloat16
-    text = message(lambda: compiled_fsdp.fully_shard(model))
-    assert text.startswith(
-        "fully_shard: parameter 2.weight of torch.float32 has grad_dtype=torch.bfloat16, which is "
-        "not"
+    model[2].weight.grad_dtype = None
+    assert message(lambda: compiled_fsdp.fully_shard(model)) == (
+        "fully_shard: parameter 2.weight of torch.float32 has grad_dtype=None, which is not "
+        "supported: its gradient is a part of a flat one, reduced over the ranks. Set it to a "
+        "floating-point dtype of two bytes or more, torch.float32 say, or leave it as it is"
     )
-    model[2].weight.grad_dtype = torch.float32
-    compiled_fsdp.fully_shard(model)
+    model = compiled_fsdp.fully_shard(net())
+    model[2].weight.grad_dtype = torch.float64
+    told = message(lambda: model(torch.ones(1, 6)))
+    assert told.startswith(
+        "Sequential: grad_dtype of its sharded parameters of torch.float32 was set on some, or to "
+        "different dtypes (0.weight: None, 0.bias: None, 2.weight: torch.float64, "
+    )
 
 
 @rows("17.5", status="eager")
