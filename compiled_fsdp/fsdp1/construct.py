@@ -109,7 +109,8 @@ def _check_grad_dtypes(
         )
     warn_once(
         f"compiled_fsdp: FullyShardedDataParallel: {told} flat parameter, as with torch's: it is "
-        "ignored. fully_shard keeps gradients so"
+        "ignored. fully_shard keeps gradients so",
+        about="grad_dtype with FSDP1",
     )
 
 

@@ -22,6 +22,7 @@ from compiled_fsdp.frontend.quantizing import check_supported
 from compiled_fsdp.frontend.state import get_state, states_below
 from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.torch_private.modules import forgets_gradients
+from compiled_fsdp.units.gradients import aside
 from compiled_fsdp.units.registered import named_in_trace
 from compiled_fsdp.units.unit import originals
 
@@ -143,14 +144,15 @@ class FSDPModule(Called, NotInsideTheWrapper, Setters, CommunicationSetters, Sto
             state.runtime.reshard()
         buffers = dict(self.named_buffers())  # type: ignore[attr-defined]
         on_meta = {name for name, buffer in buffers.items() if buffer.device.type == "meta"}
-        result = super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        buffers = dict(self.named_buffers())  # type: ignore[attr-defined]
-        now_real = [
-            (n, weakref.ref(buffers[n])) for n in on_meta if buffers[n].device.type != "meta"
-        ]
-        self._fsdp_own().buffers_from_meta.extend(now_real)
-        for state in states:
-            state.unit.take_over()
+        with aside(param for state in states for param in state.unit.params):
+            result = super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+            buffers = dict(self.named_buffers())  # type: ignore[attr-defined]
+            now_real = [
+                (n, weakref.ref(buffers[n])) for n in on_meta if buffers[n].device.type != "meta"
+            ]
+            self._fsdp_own().buffers_from_meta.extend(now_real)
+            for state in states:
+                state.unit.take_over()
         return result
 
     # -- backward

@@ -4,6 +4,7 @@ first that comes, and later ones are added to it.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import DTensor
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.torch_private.dtensors import make_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -37,6 +38,21 @@ def add_each(flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]
             param.sharded.grad = make_dtensor(view, param.sharded)
         else:
             _local_grad(param).add_(view)
+
+
+@contextmanager
+def aside(params: Iterable[ShardedParam]) -> Iterator[None]:
+    """While parameters are cast, gradients in a dtype of their own (`grad_dtype`) are nowhere that
+    they would be cast with them.
+    """
+    taken = [(p, p.sharded.grad) for p in params if p.grad_dtype is not None]
+    for param, _ in taken:
+        param.sharded.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in taken:
+            param.sharded.grad = None if grad is None else grad.to(param.sharded.device)
 
 
 def _buffer_of(flat: FlatBuffer, params: Sequence[ShardedParam]) -> Tensor | None:

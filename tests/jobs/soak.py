@@ -236,7 +236,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2000, help=f"more than {WARM_UP}")
     parser.add_argument("--front-end", choices=FRONT_ENDS, default=FRONT_ENDS[0])
     parser.add_argument("--routed", action="store_true")
     parser.add_argument("--whole", action="store_true")
@@ -246,6 +246,10 @@ def arguments() -> argparse.Namespace:
     if options.whole and options.front_end != FRONT_ENDS[0]:
         parser.error(
             f"--whole: compile_step takes no {options.front_end}; leave out one of the two"
+        )
+    if options.steps <= WARM_UP and not options.routed:
+        parser.error(
+            f"--steps {options.steps}: what grows is looked for behind step {WARM_UP}; take more"
         )
     return options
 

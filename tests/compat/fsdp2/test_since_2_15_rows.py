@@ -237,7 +237,10 @@ def grad_dtype_outlives(api: Api) -> Any:
         model.zero_grad()
         model.load_state_dict(state, assign=True)
     assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
-    return seen, params(model)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().float().fill_(1e6)  # infinite in float16
+    model.to(torch.float64).to(torch.float16)
+    return seen, params(model), grads(model)
 
 
 def test_gradients_are_added_in_grad_dtype(two: Pool) -> None:
