@@ -1,7 +1,8 @@
 """Graphs of models as wide as the world, or a row more or less, in worlds of 2 to 64 ranks: what
 passes make of them means what was captured, whatever the plan says.
 
-Models and plans are drawn at random. To try more of them:
+Models and plans are drawn at random, and ways to train them: loops, whole steps, overlap, FSDP1.
+To try more of them:
 
     PYTHONPATH=tests:benchmarks python tests/verification/test_many_worlds.py FIRST COUNT
 """
@@ -18,13 +19,22 @@ import torch.distributed as dist
 from kit.passes_harness import fake_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from compiled_fsdp import Plan, compile_step, fully_shard, planned
+from compiled_fsdp import (
+    FullyShardedDataParallel,
+    Plan,
+    compile_step,
+    fully_shard,
+    overlap_optimizer,
+    planned,
+)
 
 # 16, 43 and 49 have, beside codes, a parameter of as many rows as ranks: views of it were dropped.
 SEEDS = (*range(8), 16, 43, 49)
+WAYS = ("clip", "scaler", "overlap", "in_backward", "two", "dynamic", "fsdp1", "fsdp1_flat")
+BACKEND = "compiled_fsdp_eager"
 
 
 class Layer(nn.Module):
@@ -129,32 +139,96 @@ def trained(seed: int) -> None:
         optimizer_of = keep_otherwise(random.Random(seed), model)
         ids = torch.arange(6) % min(10, model.table.num_embeddings)
         way, reshard = way_of(draw, world), draw.choice([None, True, False])
-        units: list[list[nn.Module]] = [
-            [],
-            [*model.layers],
-            [model.table, *model.layers, model.head],
-        ]
-        for unit in draw.choice(units):
-            fully_shard(unit, reshard_after_forward=reshard, **way)
-        fully_shard(model, **way)
+        shard(draw, model, reshard_after_forward=reshard, **way)
         if draw.random() < 0.3 and "check" not in plan:
-            optimizer = optimizer_of(model.parameters(), lr=1e-3)
-            backend, count = "compiled_fsdp_eager", draw.choice([1, 2])
-            step = compile_step(
-                model, optimizer, lambda m, ids: m(ids), backend=backend, accumulate=count
-            )
+            optimizer, count = optimizer_of(model.parameters(), lr=1e-3), draw.choice([1, 2])
+            step = compile_step(model, optimizer, loss_of, backend=BACKEND, accumulate=count)
             other = ids if draw.random() < 0.5 else ids.clone()  # the same tensors, or others
             for _ in range(2):
                 step(ids) if count == 1 else step([(ids,), (other,)])
             return
-        call = torch.compile(model, fullgraph=True, backend="compiled_fsdp_eager")
+        call = torch.compile(model, fullgraph=True, backend=BACKEND)
         for _ in range(2):
             call(ids).backward()
+
+
+def shard(draw: random.Random, model: Model, **options: Any) -> None:
+    """As one unit, or several; the outermost is resharded as ever."""
+    units: list[list[nn.Module]] = [[], [*model.layers], [model.table, *model.layers, model.head]]
+    for unit in draw.choice(units):
+        fully_shard(unit, **options)
+    del options["reshard_after_forward"]
+    fully_shard(model, **options)
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(ids)
+    return loss
+
+
+def trained_in(way: str, seed: int) -> None:
+    """The same for one of `WAYS`."""
+    draw = random.Random(f"{way} {seed}")
+    world, plan = draw.choice([2, 3, 4, 6, 7, 8, 64]), plan_of(draw)
+    if draw.random() < 0.3:
+        plan |= {"memory_budget": draw.choice([0.0, 0.5]), "recompute": "budget"}
+    if way not in ("two", "dynamic"):  # whose sums are compared at places of their own
+        plan.pop("check", None)
+    with fake_ranks(world), planned(**plan):
+        torch.manual_seed(seed)
+        model = Model(draw, world)
+        ids = torch.arange(6) % min(10, model.table.num_embeddings)
+        if way.startswith("fsdp1"):
+            wrapped = wrapped_of(draw, model, use_orig_params=way == "fsdp1")
+            call = torch.compile(wrapped, fullgraph=True, backend=BACKEND)
+            for _ in range(2):
+                call(ids).backward()
+            return
+        shard(draw, model, reshard_after_forward=draw.choice([None, True]), **way_of(draw, world))
+        trains = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trains)
+        if way in ("clip", "scaler"):
+            more = {"clip": 1.0} if way == "clip" else {"scaler": torch.amp.GradScaler("cpu")}
+            step = compile_step(model, optimizer, loss_of, backend=BACKEND, **more)  # type: ignore[arg-type]
+            for _ in range(2):
+                step(ids)
+            return
+        if way in ("overlap", "in_backward"):
+            overlap_optimizer(model, optimizer, in_backward=way == "in_backward")
+        call = torch.compile(
+            model, fullgraph=True, backend=BACKEND, dynamic=True if way == "dynamic" else None
+        )
+        for count in (6, 4, 5) if way == "dynamic" else (6, 6, 6):
+            loss = call(ids[:count])
+            (loss + call(ids[:4]) if way == "two" else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def wrapped_of(draw: random.Random, model: Model, *, use_orig_params: bool) -> nn.Module:
+    """As one instance of FSDP1, or one for each layer too; nothing is frozen."""
+    model.requires_grad_(requires_grad=True)
+    reduced = draw.choice([None, torch.float32])
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+    options: dict[str, Any] = {
+        "device_id": torch.device("cpu"),
+        "mixed_precision": draw.choice([None, low]),
+        "use_orig_params": use_orig_params,
+    }
+    if draw.random() < 0.6:
+        for i, layer in enumerate(model.layers):
+            model.layers[i] = FullyShardedDataParallel(layer, **options)
+    return FullyShardedDataParallel(model, **options)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_means_what_was_captured(seed: int) -> None:
     trained(seed)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_train(way: str) -> None:
+    trained_in(way, 0)
 
 
 def test_a_model_of_before_its_groups_are_gone() -> None:
@@ -196,7 +270,8 @@ def test_a_plan_that_cannot_be_followed_is_not_kept(monkeypatch: pytest.MonkeyPa
 if __name__ == "__main__":
     first, count = map(int, sys.argv[1:])
     for number in range(first, first + count):
-        try:
-            trained(number)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is to be looked at
-            print(number, type(error).__name__, str(error)[:400])
+        for kind in ("", *WAYS):
+            try:
+                trained_in(kind, number) if kind else trained(number)
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is to be looked at
+                print(number, kind, type(error).__name__, str(error)[:400])
