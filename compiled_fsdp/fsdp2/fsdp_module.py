@@ -22,7 +22,7 @@ from compiled_fsdp.frontend.quantizing import check_supported
 from compiled_fsdp.frontend.state import get_state, states_below
 from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.torch_private.modules import forgets_gradients
-from compiled_fsdp.units.gradients import aside
+from compiled_fsdp.units.param import kept_grads
 from compiled_fsdp.units.registered import named_in_trace
 from compiled_fsdp.units.unit import originals
 
@@ -31,7 +31,10 @@ from .setter_base import states_of
 from .setters import Setters
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from compiled_fsdp.eager.runtime import Runtime
+    from compiled_fsdp.frontend.state import State
 
 
 class UnshardHandle(StockUnshardHandle):
@@ -136,23 +139,27 @@ class FSDPModule(Called, NotInsideTheWrapper, Setters, CommunicationSetters, Sto
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Before `to`, `to_empty` and the like: reshard; after: bring the parameters back into the
-        flat buffers.
+        flat buffers, with gradients as they were where they have a dtype of their own.
         """
         states = states_below(self)  # type: ignore[arg-type]
         for state in states:
             state.runtime.drop_pending()
             state.runtime.reshard()
+            state.unit.follow_grad_dtype()
+        with kept_grads(param for state in states for param in state.unit.params):
+            return self._apply_sharded(states, *args, **kwargs)
+
+    def _apply_sharded(self, states: Sequence[State], *args: Any, **kwargs: Any) -> Any:
         buffers = dict(self.named_buffers())  # type: ignore[attr-defined]
         on_meta = {name for name, buffer in buffers.items() if buffer.device.type == "meta"}
-        with aside(param for state in states for param in state.unit.params):
-            result = super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-            buffers = dict(self.named_buffers())  # type: ignore[attr-defined]
-            now_real = [
-                (n, weakref.ref(buffers[n])) for n in on_meta if buffers[n].device.type != "meta"
-            ]
-            self._fsdp_own().buffers_from_meta.extend(now_real)
-            for state in states:
-                state.unit.take_over()
+        result = super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        buffers = dict(self.named_buffers())  # type: ignore[attr-defined]
+        now_real = [
+            (n, weakref.ref(buffers[n])) for n in on_meta if buffers[n].device.type != "meta"
+        ]
+        self._fsdp_own().buffers_from_meta.extend(now_real)
+        for state in states:
+            state.unit.take_over()
         return result
 
     # -- backward

@@ -183,7 +183,7 @@ class FlatBuffer:
         rank = self.mesh_info.shard_rank
         for param in params:
             view = partial(param.layout.view, rank=rank)
-            param.sharded.grad = self.arrival.make_grad(param.sharded, view)  # type: ignore[arg-type]
+            gradients.put(param, self.arrival.make_grad(param.sharded, view))  # type: ignore[arg-type]
 
     def settle(self) -> None:
         """Wait for what is in flight."""

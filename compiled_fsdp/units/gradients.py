@@ -4,15 +4,15 @@ first that comes, and later ones are added to it.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import DTensor
 
+from compiled_fsdp.torch_private.autograd import grad_dtype_set
 from compiled_fsdp.torch_private.dtensors import make_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -35,24 +35,29 @@ def add_each(flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]
     for param in params:
         view = flat.local_view(flat_grad, param)
         if param.sharded.grad is None:
-            param.sharded.grad = make_dtensor(view, param.sharded)
+            put(param, make_dtensor(view, param.sharded))
         else:
             _local_grad(param).add_(view)
 
 
-@contextmanager
-def aside(params: Iterable[ShardedParam]) -> Iterator[None]:
-    """While parameters are cast, gradients in a dtype of their own (`grad_dtype`) are nowhere that
-    they would be cast with them.
+def put(param: ShardedParam, grad: DTensor) -> None:
+    """Let this be the gradient of a parameter.
+
+    Raises:
+        RuntimeError: somebody has set `grad_dtype` of it since the first forward, or whatever else
+            torch has against it.
     """
-    taken = [(p, p.sharded.grad) for p in params if p.grad_dtype is not None]
-    for param, _ in taken:
-        param.sharded.grad = None
     try:
-        yield
-    finally:
-        for param, grad in taken:
-            param.sharded.grad = None if grad is None else grad.to(param.sharded.device)
+        param.sharded.grad = grad
+    except RuntimeError as error:
+        is_set, asked = grad_dtype_set(param.sharded)
+        if not is_set or asked in (None, grad.dtype):
+            raise
+        raise RuntimeError(
+            f"backward: grad_dtype of the sharded parameter {param.fqn} was set to {asked} after "
+            f"the first forward, and its gradient was reduced in {grad.dtype}, which torch does "
+            "not put there. Set grad_dtype before fully_shard, or before the first forward"
+        ) from error
 
 
 def _buffer_of(flat: FlatBuffer, params: Sequence[ShardedParam]) -> Tensor | None:

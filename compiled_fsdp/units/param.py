@@ -5,6 +5,7 @@ eager mode.
 from __future__ import annotations
 
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from .registered import registered
 from .tensor_parallel import Full
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
@@ -187,8 +188,8 @@ class ShardedParam:
             self.keep_grad_dtype()
 
     def keep_grad_dtype(self) -> None:
-        """Let the sharded form, which torch may have made anew, have the `grad_dtype` that was
-        asked for, and a gradient that is there already.
+        """What torch has made anew or cast, with its gradient, keeps that in the dtype that was
+        asked for.
         """
         if self.grad_dtype in (None, self.sharded.grad_dtype):
             return
@@ -274,6 +275,24 @@ class ShardedParam:
         param._fsdp_is_units = True  # type: ignore[attr-defined]
         for module, name in self.owners:
             registered(module).show(name, param)
+
+
+@contextmanager
+def kept_grads(params: Iterable[ShardedParam]) -> Iterator[None]:
+    """Put aside gradients with a `grad_dtype` while parameters are moved or cast: torch's
+    `Module.to` would round them to the parameters' new dtype. They go to the new device.
+    """
+    asking = [param for param in params if param.grad_dtype is not None]
+    aside = [(param, grad) for param in asking if (grad := param.sharded.grad) is not None]
+    for param, _ in aside:
+        param.sharded.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for param, grad in aside:
+                param.keep_grad_dtype()  # torch has forgotten it; `take_over` if all went well
+                param.sharded.grad = grad.to(param.sharded.device)
 
 
 def trained(params: Iterable[ShardedParam]) -> list[ShardedParam]:

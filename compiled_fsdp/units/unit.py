@@ -257,10 +257,17 @@ class Unit:
     def take_over(self) -> None:
         """Follow what the user did to the sharded parameters: replaced, moved, cast."""
         adopt_assigned(self)
+        self.follow_grad_dtype()
         for flat in self.flats:
-            flat.follow_grad_dtype()
             flat.refresh(is_moved=True)
         self.publish()
+
+    def follow_grad_dtype(self) -> None:
+        """Take over a `grad_dtype` that a user has set on the sharded parameters, before torch
+        makes others of them and forgets it.
+        """
+        for flat in self.flats:
+            flat.follow_grad_dtype()
 
     def set_reshard(self, value: bool) -> None:
         """Choose whether the parameters are dropped after forward."""

@@ -155,6 +155,44 @@ def test_copies_keep_it() -> None:
 
 
 @pytest.mark.usefixtures("fake_world")
+def test_casts_keep_it() -> None:
+    """Gradients that are there when parameters are cast keep their bits, as in stock; so does a
+    `grad_dtype` that was set on the sharded parameters.
+    """
+    model = sharded(net())
+    for step in range(2):  # whose sum has bits that no half has
+        loss_fn(model, batch(step, 0)).backward()
+    before = [p.grad.to_local().clone() for p in model.parameters()]
+    model.to(torch.float16)
+    after = [p.grad.to_local() for p in model.parameters()]
+    assert all(map(torch.equal, after, before))
+    assert not all(torch.equal(grad, grad.half().float()) for grad in before)
+    model = sharded(net(kept=LOW))
+    for parameter in model.parameters():
+        parameter.grad_dtype = FULL
+    model.to(torch.float16)
+    loss_fn(model, batch(0, 0, torch.float16)).backward()
+    assert {p.grad.dtype for p in model.parameters()} == {FULL}
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_set_too_late(backend: str) -> None:
+    torch._dynamo.reset()
+    model = sharded(net(kept=LOW))
+    call = torch.compile(model, backend=backend) if backend else model
+    loss_fn(call, batch(0, 0)).backward()
+    model.zero_grad()
+    model[2].weight.grad_dtype = FULL
+    told = message(lambda: loss_fn(call, batch(1, 0)).backward())
+    assert told == (
+        "backward: grad_dtype of the sharded parameter 2.weight was set to torch.float32 after the "
+        "first forward, and its gradient was reduced in torch.bfloat16, which torch does not put "
+        "there. Set grad_dtype before fully_shard, or before the first forward"
+    )
+
+
+@pytest.mark.usefixtures("fake_world")
 def test_ignored_parameters_in_a_whole_step() -> None:
     """A gradient of a leaf is rounded by torch's compiler, and put where its dtype is asked for."""
     model = net()
