@@ -10,6 +10,7 @@ import torch
 from torch import nn  # classes of users ask for the annotations of their bases
 
 from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
+from compiled_fsdp.torch_private.modules import on_device
 from compiled_fsdp.wire.leaving import LeftGraph
 
 from .entry import call_of
@@ -28,10 +29,12 @@ class Called:
 
     _fsdp_key: names the module, in a trace too.
     _fsdp_watched: parameters whose `requires_grad` a graph around the call is to guard on.
+    _fsdp_inputs_on: where a graph around the call moves what tensors it is given; None: nowhere.
     """
 
     _fsdp_key: str
     _fsdp_watched: list[nn.Parameter]
+    _fsdp_inputs_on: torch.device | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; two frames of our own: this one stays outside any graph, `_fsdp_call`
@@ -44,10 +47,13 @@ class Called:
             _before_trace(self._fsdp_key)
             for parameter in self._fsdp_watched:
                 parameter.requires_grad  # noqa: B018  # the graph guards on it
+            if self._fsdp_inputs_on is not None:
+                args, kwargs = on_device((args, kwargs), self._fsdp_inputs_on)
             return self._fsdp_call(args, kwargs)
         call = _before_call(self, is_call_compiled(self))
         under_way = _begin(self)
         try:
+            args, kwargs = _moved(self, args, kwargs)
             while True:
                 try:
                     return call(self, args, kwargs)
@@ -69,9 +75,15 @@ class Called:
 
     def _fsdp_before_trace(self) -> None:
         """As before a call, while a larger function is traced, which is not called yet. Leaves
-        `_fsdp_watched`.
+        `_fsdp_watched`, and `_fsdp_inputs_on`.
         """
         raise NotImplementedError
+
+    def _fsdp_device_of_inputs(self) -> torch.device | None:
+        """Where a call outside any graph is to find the tensors that it is given; None: where they
+        are.
+        """
+        return None
 
     def _fsdp_runtime(self) -> Runtime:
         """What gathers its unit in eager mode."""
@@ -100,6 +112,8 @@ def call_method(module: Any, method: Callable[..., Any], args: Any, kwargs: Any)
         _before_method_in_trace(module._fsdp_key)
         for parameter in module._fsdp_watched:
             parameter.requires_grad  # noqa: B018  # the graph guards on it
+        if module._fsdp_inputs_on is not None:
+            args, kwargs = on_device((args, kwargs), module._fsdp_inputs_on)
         return method(args, kwargs)
     if _is_under_way(module):
         under_way = _begin(module)
@@ -110,7 +124,7 @@ def call_method(module: Any, method: Callable[..., Any], args: Any, kwargs: Any)
     _before_method(module)
     under_way = _begin(module)
     try:
-        return method(args, kwargs)
+        return method(*_moved(module, args, kwargs))
     except BaseException as error:
         _after_error(module, error)
         raise
@@ -142,6 +156,13 @@ def _begin(module: Any) -> list[Any]:
 
 
 @untraced
+def _moved(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call, on the device that computes, as torch's FSDP moves them."""
+    device = module._fsdp_device_of_inputs()
+    return (args, kwargs) if device is None else on_device((args, kwargs), device)
+
+
+@untraced
 def _is_under_way(module: Any) -> bool:
     return any(called is module for called in module._fsdp_runtime().under_way)
 
@@ -167,5 +188,6 @@ def _before_method_in_trace(key: str) -> None:
     module: Any = module_by_key(key)
     if _is_under_way(module):
         module.__dict__.setdefault("_fsdp_watched", [])
+        module.__dict__["_fsdp_inputs_on"] = None
     else:
         module._fsdp_before_trace()

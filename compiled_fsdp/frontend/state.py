@@ -234,6 +234,21 @@ class State:
         if not is_traced:
             self.reading.append((read, around))
 
+    def _accelerator(self) -> torch.device | None:
+        """The device that computes, if it is no CPU."""
+        device = self.unit.mesh_info.device
+        return None if device.type == "cpu" else device
+
+    def device_of_inputs(self) -> torch.device | None:
+        """Where the call that has begun is to find the tensors that it is given: where the unit
+        computes, if no other unit's call is around it. None: where they are, on a CPU.
+        """
+        device, root = self._accelerator(), self.runtime.root
+        if device is None or (root is not self.runtime and root.under_way):
+            return None
+        is_first = sum(len(member.under_way) for member in self.runtime.tree.members) == 1
+        return device if is_first else None
+
     def _note_reads(self, called: Iterable[Runtime], *, is_compiled: bool) -> list[FlatBuffer]:
         """Another forward begins, or a graph of one: what is read now is what backward is about.
         Returns what graphs read.
@@ -323,6 +338,8 @@ class State:
                     "a larger function. Compile the sharded module itself"
                 )
             drop(runtime)
+        is_first = self.unit.is_outermost and not innermost()[0]
+        module.__dict__["_fsdp_inputs_on"] = self._accelerator() if is_first else None
         module.__dict__["_fsdp_watched"] = [
             p.sharded for runtime in called for p in runtime.unit.params
         ]

@@ -85,6 +85,9 @@ class FSDPModule(Called, NotInsideTheWrapper, Setters, CommunicationSetters, Sto
     def _fsdp_runtime(self) -> Runtime:
         return self._fsdp_own().runtime
 
+    def _fsdp_device_of_inputs(self) -> torch.device | None:
+        return self._fsdp_own().device_of_inputs()
+
     def _fsdp_after_error(self, error: BaseException) -> None:
         self._fsdp_own().after_error(error)
 

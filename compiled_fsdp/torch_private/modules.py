@@ -47,6 +47,13 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
     return _apply_to_tensors(cast, values)
 
 
+def on_device(values: Any, device: torch.device) -> Any:
+    """Move every tensor inside nested containers that is elsewhere; everything else is the same
+    object.
+    """
+    return _apply_to_tensors(lambda x: x if x.device == device else x.to(device), values)
+
+
 def hooked_on_backward(model: torch.nn.Module) -> list[str]:
     """The names of modules around whose backward something is to be called; "all modules" for
     hooks of all. Tried on 2.13.

@@ -1,0 +1,42 @@
+"""Runs `tests/jobs/device_rows.py` where there is a GPU, or under the double of a driver that
+computes nothing (`benchmarks/phantom`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from phantom import build
+
+ROOT = Path(__file__).parents[2]
+needs_cuda = pytest.mark.skipif(
+    torch.version.cuda is None, reason="torch's CUDA builds know a second kind of device"
+)
+
+
+@cache
+def device_rows(front: str) -> dict[str, dict[str, Any]]:
+    """What "stock" and "ours" do, by row."""
+    with tempfile.TemporaryDirectory() as folder:
+        double = {} if torch.cuda.is_available() else build.build(Path(folder))
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tests" / "jobs" / "device_rows.py"), front],
+            env={**os.environ, **double, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return rows
