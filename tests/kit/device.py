@@ -1,5 +1,5 @@
-"""Runs `tests/jobs/device_rows.py` where there is a GPU, or under the double of a driver that
-computes nothing (`benchmarks/phantom`).
+"""Runs files of `tests/jobs` where there is a GPU, or under the double of a driver that computes
+nothing (`benchmarks/phantom`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,25 @@ needs_cuda = pytest.mark.skipif(
 )
 
 
-@cache
-def device_rows(front: str) -> dict[str, dict[str, Any]]:
-    """What "stock" and "ours" do, by row."""
+def run_on_device(job: str, *words: str, timeout: float = 300.0) -> dict[str, Any]:
+    """What a file of `tests/jobs` prints in its last line."""
     with tempfile.TemporaryDirectory() as folder:
         double = {} if torch.cuda.is_available() else build.build(Path(folder))
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
-            [sys.executable, str(ROOT / "tests" / "jobs" / "device_rows.py"), front],
+            [sys.executable, str(ROOT / "tests" / "jobs" / job), *words],
             env={**os.environ, **double, "PYTHONPATH": path},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=timeout,
             check=False,
         )
     assert done.returncode == 0, done.stderr[-4000:]
-    rows: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return rows
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@cache
+def device_rows(front: str) -> dict[str, dict[str, Any]]:
+    """What "stock" and "ours" do, by row."""
+    return run_on_device("device_rows.py", front)
