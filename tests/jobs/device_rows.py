@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
+from kit.extensions import Quantised
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -23,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_fsdp
+import compiled_fsdp.sharded_grad_scaler
 
 GPU = torch.device("cuda", 0)
 
@@ -70,6 +72,20 @@ def fsdp1(api: Any) -> dict[str, Any]:
         model = wrap(net()).to(GPU)
         return [where(model), str(model(torch.ones(2, 4, device=GPU)).device)]
 
+    def scaled() -> list[Any]:
+        """Where the scaler has found infinite gradients, which rest on the host, and its scale."""
+        offload = api.CPUOffload(offload_params=True)
+        model = wrap(net(), device_id=0, cpu_offload=offload, use_orig_params=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler: Any = api.sharded_grad_scaler.ShardedGradScaler("cuda")
+        scaler.scale(model(torch.ones(2, 4, device=GPU)).sum()).backward()
+        scaler.unscale_(optimizer)
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        infinite = sorted([str(place), str(number.device)] for place, number in found.items())
+        scaler.step(optimizer)
+        scaler.update()
+        return [infinite, str(scaler._scale.device), where(model)]
+
     return {
         "1.5": [told(mixed), told(lambda: mixed(device_id=0)), told(on_meta_too)],
         "1.7": [
@@ -81,7 +97,31 @@ def fsdp1(api: Any) -> dict[str, Any]:
             told(lambda: where(wrap(net(), sync_module_states=True))),
             told(lambda: where(wrap(net(), sync_module_states=True, device_id=0))),
         ],
+        "16.11": told(scaled),
     }
+
+
+class Placed(Quantised):
+    """Is on the device of what it is around, and notes that when it is gathered."""
+
+    seen: list[str] = []  # noqa: RUF012
+
+    @staticmethod
+    def __new__(cls, data: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            data.size(),
+            strides=data.stride(),
+            dtype=data.dtype,
+            device=data.device,
+            requires_grad=data.requires_grad,
+        )
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> Any:
+        Placed.seen.append(str(self.data_inside.device))
+        return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
 
 
 class Takes(nn.Module):
@@ -156,10 +196,21 @@ def fsdp2(api: Any) -> dict[str, Any]:
                 model(torch.ones(2, 4, device=GPU)).sum().backward()
         return mode.number
 
+    def extended() -> list[Any]:
+        """With CPU offload."""
+        Placed.seen.clear()
+        model = nn.Sequential(nn.Linear(4, 4, bias=False)).to(GPU)
+        model[0].weight = nn.Parameter(Placed(model[0].weight.detach().clone()))
+        offload = api.CPUOffloadPolicy(pin_memory=False)
+        api.fully_shard(model, mesh=mesh, offload_policy=offload)
+        out = model(torch.ones(2, 4, device=GPU))
+        return [str(out.device), Placed.seen[:1], where(model)]
+
     return {
         "1.27": told(of_another_mesh)[0][0],
         "6.11": [told(lambda how=how: inputs(how)) for how in ("", "model", "function")],
         "15.15": told(recorded),
+        "4c.10": told(extended),
     }
 
 

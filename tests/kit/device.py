@@ -27,7 +27,8 @@ def run_on_device(job: str, *words: str, timeout: float = 300.0) -> dict[str, An
     """What a file of `tests/jobs` prints in its last line."""
     with tempfile.TemporaryDirectory() as folder:
         double = {} if torch.cuda.is_available() else build.build(Path(folder))
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        given = os.environ.get("PYTHONPATH", "")
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), given])
         done = subprocess.run(
             [sys.executable, str(ROOT / "tests" / "jobs" / job), *words],
             env={**os.environ, **double, "PYTHONPATH": path},
