@@ -338,8 +338,8 @@ class State:
                     "a larger function. Compile the sharded module itself"
                 )
             drop(runtime)
-        is_first = self.unit.is_outermost and not innermost()[0]
-        module.__dict__["_fsdp_inputs_on"] = self._accelerator() if is_first else None
+        place = self._accelerator() if self.unit.is_outermost else None
+        module.__dict__["_fsdp_inputs_on"] = place
         module.__dict__["_fsdp_watched"] = [
             p.sharded for runtime in called for p in runtime.unit.params
         ]
