@@ -17,6 +17,10 @@ nothing reads any more, be it still on its way to other ranks. So the wait of a 
 a reader of what the collective reads: until then the buffer is neither reused nor freed. What no
 wait in the graph follows (left in flight) is never reused.
 
+Where a kernel copies several values side by side (a `cat` on a GPU that is not fused with what
+makes them), Inductor has put them into one node by then, of which torch's `compute_ancestors` knows
+the name alone, not those of its operations. So ancestors are computed here.
+
 From torch 2.15 on, Inductor ends its scheduling by moving collectives up and waits down
 (`simple_overlap`), past generated kernels that no dependency of ours orders. What the plan has
 started late, to hold less at once, would be started early. So nodes of a graph of ours stay where
@@ -24,10 +28,10 @@ they are; other people's graphs are moved as ever, and the setting itself is the
 
 Private torch used here (tried on 2.11, 2.13, 2.14 and 2.15): the scheduler's
 `_pre_fusion_custom_pass`, `WeakDep(is_fake=True)`, `StarDep`, `NodeUser`, `add_fake_dep`,
-`compute_ancestors`,
-`V.graph.never_reuse_buffers`; on 2.15 `torch._inductor.comms.simple_overlap`, which the scheduler
-finds in its module. `tests/numerics/test_inductor.py` compares the generated code with the plan and
-would notice a change.
+`ancestors`, `min_order`, `topological_sort_schedule`, `V.graph.never_reuse_buffers`; on 2.15
+`torch._inductor.comms.simple_overlap`, which the scheduler finds in its module.
+`tests/numerics/test_inductor.py` compares the generated code with the plan and would notice a
+change.
 """
 
 from __future__ import annotations
@@ -38,8 +42,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch._inductor import comms
 from torch._inductor.dependencies import StarDep, WeakDep
-from torch._inductor.scheduler import ExternKernelSchedulerNode, NodeUser
+from torch._inductor.scheduler import ExternKernelSchedulerNode, FusedSchedulerNode, NodeUser
 from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
 
 from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.collectives import WAIT
@@ -63,14 +68,14 @@ def pin_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         return nodes
     pinned = set(ours)
     anchor: BaseSchedulerNode | None = None
-    for node in sorted(nodes, key=_number):
+    for node in _in_order(nodes):
         is_anchor = isinstance(node, ExternKernelSchedulerNode) or node.is_template()
         if anchor is not None and (is_anchor or node in pinned):
             _follow(node, anchor)
         if is_anchor:
             anchor = node
     _keep_backward_behind(nodes)
-    nodes[0].scheduler.compute_ancestors()
+    _note_ancestors(nodes)
     return nodes
 
 
@@ -126,7 +131,7 @@ def _keep_backward_behind(nodes: list[BaseSchedulerNode]) -> None:
     product: BaseSchedulerNode | None = None
     in_backward = False
     readers: dict[str, list[BaseSchedulerNode]] = {}  # of forward, behind the product
-    for node in sorted(nodes, key=_number):
+    for node in _in_order(nodes):
         of_backward = any(map(meta.was_traced_in_backward, _origins(node)))
         in_backward = in_backward or of_backward
         reads = {dep.name for dep in node.read_writes.reads if not _only_orders(dep)}
@@ -158,8 +163,38 @@ def _origins(node: BaseSchedulerNode) -> list[Node]:
     """Returns the nodes that it computes. In the graph of a region, Inductor also counts what the
     region is called with as an origin of every kernel: these are of another graph.
     """
-    origins = node.node.get_origins() if node.node is not None else ()
+    made = [part.node for part in node.get_nodes() if part.node is not None]
+    origins = dict.fromkeys(origin for each in made for origin in each.get_origins())
     return [origin for origin in origins if origin.graph is V.graph.graph]
+
+
+def _in_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+    """As the graph was lowered; with nodes of several operations, which were lowered at several
+    places, as the scheduler has sorted them, each behind what it reads.
+    """
+    return [*nodes] if any(map(_is_group, nodes)) else sorted(nodes, key=_number)
+
+
+def _is_group(node: BaseSchedulerNode) -> bool:
+    return isinstance(node, FusedSchedulerNode)
+
+
+def _note_ancestors(nodes: list[BaseSchedulerNode]) -> None:
+    """What `compute_ancestors` notes, for nodes of several operations too, and for their parts."""
+    known: dict[str, OrderedSet[str]] = {}
+    # As it was, where each is behind what it reads and has to follow.
+    ordered = nodes[0].scheduler.topological_sort_schedule(nodes)
+    for place, node in enumerate(ordered):
+        own, ancestors = node.get_operation_names(), OrderedSet[str]()
+        for dep in node.unmet_dependencies:
+            name = node.scheduler.name_to_buf[dep.name].defining_op_name()
+            if name not in own:
+                ancestors.add(name)
+                ancestors |= known[name]
+        known.update(dict.fromkeys(own, ancestors))
+        for part in (node, *node.get_nodes()):
+            part.ancestors, part.min_order, part.max_order = ancestors, place, place
+    nodes[:] = ordered
 
 
 def _number(node: BaseSchedulerNode) -> int:
@@ -174,4 +209,8 @@ def _follow(node: BaseSchedulerNode, earlier: BaseSchedulerNode) -> None:
     # Nothing mutates; naming the earlier buffer makes the scheduler find no write to compare, and
     # leave the edge alone.
     for buffer in earlier.get_buffer_names():
-        node.add_fake_dep(WeakDep(buffer, mutating_buf=buffer, is_fake=True))
+        dep = WeakDep(buffer, mutating_buf=buffer, is_fake=True)
+        if _is_group(node):  # which torch adds none to
+            node.unmet_dependencies.add(dep)
+        else:
+            node.add_fake_dep(dep)

@@ -12,7 +12,12 @@ from kit.passes_harness import unit
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.virtualized import V
 
-from compiled_fsdp.compiler.pin_order import _is_computed, _is_ours, _keep_inputs
+from compiled_fsdp.compiler.pin_order import (
+    _is_computed,
+    _is_ours,
+    _keep_inputs,
+    _note_ancestors,
+)
 from compiled_fsdp.ir.meta import CommTag, set_tag
 
 REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
@@ -30,6 +35,9 @@ class Node:
 
     def get_buffer_names(self) -> list[str]:
         return [self.name]
+
+    def get_nodes(self) -> list[Node]:
+        return [self]
 
     def add_fake_dep(self, dep: Any) -> None:
         self.added.append(dep.name)
@@ -73,6 +81,9 @@ class Origins:
     def __init__(self, op: Any, *origins: torch.fx.Node) -> None:
         self.node = SimpleNamespace(op_overload=op, get_origins=lambda: origins)
 
+    def get_nodes(self) -> list[Origins]:
+        return [self]
+
 
 def test_what_a_call_reads_is_nothing_that_its_region_computes() -> None:
     """Inductor counts what a call of a region reads to all that is computed inside: else all of it
@@ -97,3 +108,39 @@ def test_a_copy_that_returns_several_is_no_product() -> None:
         assert _is_computed(Origins(None, copied, computed))  # type: ignore[arg-type]
         assert _is_computed(Origins(torch.ops.aten.mm.out, computed))  # type: ignore[arg-type]
         assert not _is_computed(Origins(REDUCE, computed))  # type: ignore[arg-type]
+
+
+class Group:
+    """As much of a scheduler's node of several operations as is looked at."""
+
+    def __init__(self, scheduler: Any, operations: list[str], *behind: str) -> None:
+        self.scheduler, self.operations = scheduler, operations
+        self.unmet_dependencies = [SimpleNamespace(name=name) for name in behind]
+        self.ancestors: set[str] = set()
+        self.parts = [SimpleNamespace(name=name) for name in operations]
+        self.min_order = self.max_order = -1
+
+    def get_operation_names(self) -> list[str]:
+        return self.operations
+
+    def get_nodes(self) -> list[Any]:
+        return self.parts if len(self.operations) > 1 else [self]
+
+
+def test_ancestors_of_nodes_of_several_operations() -> None:
+    """Torch's `compute_ancestors` knows these by the name of the whole alone: a KeyError."""
+    buffers = {f"buf{i}": SimpleNamespace(defining_op_name=lambda i=i: f"op{i}") for i in range(5)}
+    scheduler = SimpleNamespace(name_to_buf=buffers, topological_sort_schedule=lambda nodes: nodes)
+    first = Group(scheduler, ["op0"])
+    several = Group(scheduler, ["op1", "op2"], "buf0", "buf1")  # one reads what another writes
+    reader = Group(scheduler, ["op3"], "buf2")
+    last = Group(scheduler, ["op4"], "buf3", "buf0")
+    _note_ancestors([first, several, reader, last])  # type: ignore[list-item]
+    assert [set(node.ancestors) for node in (first, several, reader, last)] == [
+        set(),
+        {"op0"},
+        {"op0", "op2"},
+        {"op0", "op2", "op3"},
+    ]
+    assert [part.ancestors for part in several.parts] == [several.ancestors] * 2
+    assert [node.min_order for node in (first, several.parts[1], reader, last)] == [0, 1, 2, 3]

@@ -69,6 +69,18 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Joins(Net):
+    """Lays many values side by side, which a GPU copies by one kernel."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(
+                torch.cat([x * number for number in range(12)], -1).unflatten(-1, (12, 64)).sum(-2)
+            )
+        return self.head(x)
+
+
 def sharded(net: nn.Module | None = None, *, rests: str = "cuda", **options: Any) -> Any:
     """The blocks and the rest as units."""
     model: Any = (net or Net()).to(rests)
@@ -174,11 +186,13 @@ def under_plan(backend: str, **plan: Any) -> list[str]:
         return trained(sharded(), backend)
 
 
-def whole(plan: dict[str, Any] | None = None, **options: Any) -> list[str]:
+def whole(
+    plan: dict[str, Any] | None = None, net: Callable[[], nn.Module] = Net, **options: Any
+) -> list[str]:
     """Two steps, each a graph."""
     torch._dynamo.reset()
     with planned(**(plan or {})):
-        model = sharded()
+        model = sharded(net())
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         step = compile_step(model, optimizer, loss_fn, **{"backend": GRAPH, **options})
         batches = [(ids(),)] * options.get("accumulate", 1)
@@ -256,6 +270,8 @@ def ways() -> dict[str, Callable[[], list[str]]]:
         "step, Inductor": partial(whole, backend="compiled_fsdp"),
         "state": loaded,
         "plain, Inductor": lambda: trained(sharded(), "inductor"),
+        "joins, Inductor": lambda: trained(sharded(Joins()), "inductor"),
+        "joins, step, Inductor": partial(whole, net=Joins, backend="compiled_fsdp"),
         "offload, Inductor": lambda: offloaded("inductor"),
         "plain, CUDA graphs": lambda: trained(sharded(), "inductor", mode="reduce-overhead"),
     }
