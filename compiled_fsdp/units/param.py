@@ -188,8 +188,8 @@ class ShardedParam:
             self.keep_grad_dtype()
 
     def keep_grad_dtype(self) -> None:
-        """What torch has made anew or cast, with its gradient, keeps that in the dtype that was
-        asked for.
+        """Give the sharded form, which torch may have made anew, the `grad_dtype` that was asked
+        for, and cast a gradient that is there already to it.
         """
         if self.grad_dtype in (None, self.sharded.grad_dtype):
             return

@@ -102,20 +102,9 @@ def fsdp1(api: Any) -> dict[str, Any]:
 
 
 class Placed(Quantised):
-    """Is on the device of what it is around, and notes that when it is gathered."""
+    """Notes on which device it is when it is gathered."""
 
     seen: list[str] = []  # noqa: RUF012
-
-    @staticmethod
-    def __new__(cls, data: Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            data.size(),
-            strides=data.stride(),
-            dtype=data.dtype,
-            device=data.device,
-            requires_grad=data.requires_grad,
-        )
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any

@@ -24,6 +24,7 @@ class Wrapped(torch.Tensor):
             data.size(),
             strides=data.stride(),
             dtype=data.dtype,
+            device=data.device,
             requires_grad=data.requires_grad,
         )
 
