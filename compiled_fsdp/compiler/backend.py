@@ -19,11 +19,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.fx import Interpreter
 
+from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.graph import phase_of, starts
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.sequence import owner
 from compiled_fsdp.planning.plan import current_plan
+from compiled_fsdp.torch_private.compiling import config_of
 from compiled_fsdp.torch_private.dynamo import donate_nothing
 from compiled_fsdp.torch_private.tracing import is_profiling
 from compiled_fsdp.wire.captured import captured
@@ -128,7 +130,14 @@ def without_inductor(
 
     step = step_of(options)
     step = step and step.of_inputs(gm)
-    options.pop("options", None)
+    ignored = {name: options.pop(name, None) for name in ("mode", "options")}
+    if WholeStep.of(ignored) is None and any(ignored.values()):
+        given = ", ".join(f"{name}={value!r}" for name, value in ignored.items() if value)
+        warn_once(
+            f"compiled_fsdp: torch.compile(backend='compiled_fsdp_eager', {given}): they are "
+            "Inductor's, which this backend does without, so they change nothing. Leave them out, "
+            "or use backend='compiled_fsdp'"
+        )
     compile_graph = aot_autograd(
         fw_compiler=compile_half,
         bw_compiler=compile_backward,
@@ -143,14 +152,17 @@ def without_inductor(
 def compiled_fsdp(gm: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
     """Inductor with our passes; the same as the default backend once a module was sharded.
 
-    options: of `compile_fx`.
+    options: of `compile_fx`, and `mode` and `options` of `torch.compile`.
     """
     from torch._inductor.compile_fx import compile_fx
 
     install_passes()
     step = WholeStep.of(options)
+    mode, asked = options.pop("mode", None), options.pop("options", None)
+    if step is None and (mode or asked):
+        options["config_patches"] = options.get("config_patches", {}) | config_of(mode, asked)
     if step is not None:
-        patches = options.pop("options").get("patches", {})
+        patches = (asked or {}).get("patches", {})
         step = step.of_inputs(gm)
         options["config_patches"] = {
             **patches,

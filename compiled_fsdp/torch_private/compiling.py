@@ -1,6 +1,6 @@
-"""Private torch: when a compilation ends, what of torch it is in, who compiles, and how often
-Python looks for garbage meanwhile. Tried on torch 2.11, 2.13 and 2.15; `instead_of` and
-`collect_rarely` on 2.13 and 2.15.
+"""Private torch: when a compilation ends, what of torch it is in, who compiles, with which options,
+and how often Python looks for garbage meanwhile. Tried on torch 2.11, 2.13 and 2.15; `instead_of`,
+`collect_rarely` and `config_of` on 2.13 and 2.15.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .dynamo import trace_number, untraced
 from .graphs import with_quick_nodes, without_quick_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import FrameType
 
 TORCH, OURS = Path(torch.__file__).parent, Path(__file__).parents[1]
@@ -99,6 +99,15 @@ def doing(frame: FrameType | None) -> str:
                 return text
         frame = frame.f_back
     return ""
+
+
+def config_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What these two arguments of `torch.compile` change in Inductor's config, as its default
+    backend reads them; what it does not know raises there.
+    """
+    wrapper: Any = vars(torch)["_TorchCompileInductorWrapper"]
+    config: dict[str, Any] = wrapper(mode, options, None).config
+    return config
 
 
 @contextmanager
