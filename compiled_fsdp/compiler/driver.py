@@ -37,7 +37,7 @@ from compiled_fsdp.planning.plan import Plan, current_plan
 from compiled_fsdp.torch_private.compiling import hurry
 from compiled_fsdp.torch_private.dynamo import trace_again_from_backend
 from compiled_fsdp.torch_private.groups import common_name
-from compiled_fsdp.torch_private.subgraphs import why_inline
+from compiled_fsdp.torch_private.subgraphs import check_wrapper, why_inline
 from compiled_fsdp.wire.gloo import is_gloo
 
 from .budget import fit_budget, options_of
@@ -100,6 +100,8 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     is_fused: whether a compiler that fuses kernels comes next.
     """
     is_ours = bool(find(gm.graph, *TO_LOWER))
+    if is_fused and is_ours:
+        check_wrapper()
     context = Context(is_fused, is_ours=is_ours, is_gloo=is_gloo)
     if is_fused:
         context = replace(context, inline=why_inline())

@@ -34,12 +34,25 @@ KEEP_GRAPHS = frozenset({"cond", "while_loop", "scan", "map_impl", "flex_attenti
 
 
 def why_inline() -> str:
-    """Returns why Inductor is to compile every layer for its place: its C++ wrapper has no
-    functions for subgraphs, and with CUDA graphs nobody has tried them; "" where it may call them.
+    """Returns why Inductor is to compile every layer for its place: with CUDA graphs nobody has
+    tried calls of subgraphs; "" where it may call them.
+    """
+    return "not tried with CUDA graphs" if config.triton.cudagraphs else ""
+
+
+def check_wrapper() -> None:
+    """Whether Inductor writes what can call our ops.
+
+    Raises:
+        NotImplementedError: it writes C++, into which it puts text arguments as they stand, without
+            escapes, so that no compiler takes those that have quotes and line ends.
     """
     if config.cpp_wrapper:
-        return "Inductor's C++ wrapper calls no subgraphs"
-    return "not tried with CUDA graphs" if config.triton.cudagraphs else ""
+        raise NotImplementedError(
+            "compiled_fsdp: a graph of sharded parameters was to be compiled with "
+            "torch._inductor.config.cpp_wrapper=True, whose C++ cannot call our ops: torch writes "
+            "their text into it unescaped. Leave cpp_wrapper (TORCHINDUCTOR_CPP_WRAPPER) off"
+        )
 
 
 def prepare_subgraphs() -> None:

@@ -45,6 +45,15 @@ def test_inductor_gets_them(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("fake_world")
+def test_the_wrapper_in_cpp_is_refused() -> None:
+    """Not a model of which nothing is sharded."""
+    with config.patch(cpp_wrapper=True), uncached():
+        with pytest.raises(Exception, match=r"Leave cpp_wrapper .* off"):
+            run()
+        torch.compile(nn.Linear(8, 8), fullgraph=True)(torch.ones(2, 8))
+
+
+@pytest.mark.usefixtures("fake_world")
 def test_unknown_option() -> None:
     with pytest.raises(Exception, match="Unexpected optimization option nonsense"):
         run(backend="compiled_fsdp", options={"nonsense": 1})
