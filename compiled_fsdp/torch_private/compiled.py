@@ -115,6 +115,11 @@ def modes_that_keep_it_out() -> list[str]:
     return [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
 
 
+def stance() -> str:
+    """What `torch.compiler.set_stance` has set. Tried on 2.11, 2.13 and 2.15."""
+    return str(eval_frame._stance.stance)
+
+
 keep_why_given_up()
 
 

@@ -491,6 +491,7 @@ WHYS = {
     r"raised ValueError\(.*'no such batch'.*\)\. torch\._dynamo\.reset\(\)",
     "refused": r"tracing it raised RuntimeError\('torch\.distributed\.nn\.functional\.all_gather",
     "counts": r"it compiles nothing while _FlopCounterMode is on\. Results",
+    "stance": r"set_stance\('eager_then_compile'\) lets the first call run as it is\. Results",
 }
 
 
@@ -508,6 +509,10 @@ def test_why_a_call_is_skipped(fake_world: None, way: str) -> None:
             call(x)
             with FlopCounterMode(display=False):
                 call(x)
+        elif way == "stance":
+            with torch.compiler.set_stance("eager_then_compile"):
+                call(x)
+                call(torch.ones(3, 6))
         elif way == "raises":
             call(x)
             with pytest.raises(ValueError, match="no such batch"):
