@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,9 +34,10 @@ def shortened(names: Sequence[str], most: int = 3) -> str:
 _said: set[str] = set()
 _on_every_rank = False
 NOT_THE_USERS = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parent),
-    str(Path(__file__).parents[1] / "passes"),  # which stands beside the package in a checkout
+    str(Path(torch.__file__).parent) + os.sep,  # not torchtitan, which stands beside it
+    str(Path(__file__).parent) + os.sep,
+    # which stands beside the package in a checkout
+    str(Path(__file__).parents[1] / "passes") + os.sep,
     contextlib.__file__,
     functools.__file__,
     "<eval_with_key",  # code that torch made
@@ -57,13 +59,20 @@ def warn_once(text: str, about: str = "") -> None:
         logging.getLogger("compiled_fsdp").info(text)
 
 
+def is_users(filename: str) -> bool:
+    """Whether code of this file is the user's, or a library's that calls us: not torch's, nor
+    ours.
+    """
+    return not filename.startswith(NOT_THE_USERS)
+
+
 def _level_of_the_user() -> int:
     """The innermost frame outside torch and this package, counted from the caller; the caller of
     `warn_once` if there is none.
     """
     frame, level = inspect.currentframe(), 0
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        if is_users(frame.f_code.co_filename):
             return level
         frame, level = frame.f_back, level + 1
     return 3

@@ -3,7 +3,8 @@
 Setters and `fully_shard` write down what was asked, where it differs from the default. Whatever
 reads an option to decide something writes that down too, there: passes in the graph's own record
 (`passes/base.py`, `graph_record.py`), the eager runtime and hooks here. An option that was asked
-for and that nothing consumed in a whole step has changed nothing: `explain` raises.
+for and that nothing consumed in a whole step has changed nothing: `explain` names it, and raises
+with `strict=True`.
 
 Both carry a moment, counted up: a value that was set later than its last consumer ran is not
 consumed yet.
@@ -30,11 +31,11 @@ def note(consumed: Consumed, by: str, option: str, unit: str = "") -> None:
 
 
 def is_verifying() -> bool:
-    """Returns whether COMPILED_FSDP_VERIFY is set: invariants are checked after every pass, not the
-    last alone, eager mode checks the bits of what it gathered, and between a graph and its backward
-    those of what it read.
+    """Returns whether COMPILED_FSDP_VERIFY is set, and not to 0: invariants are checked after every
+    pass, not the last alone, eager mode checks the bits of what it gathered, and between a graph
+    and its backward those of what it read.
     """
-    return bool(os.environ.get("COMPILED_FSDP_VERIFY"))
+    return os.environ.get("COMPILED_FSDP_VERIFY", "0") not in ("", "0")
 
 
 def now() -> int:

@@ -6,13 +6,11 @@ Private torch used here (tried on 2.13): `torch._dynamo.utils.graph_break_reason
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import torch
 import torch._dynamo.utils as dynamo
 
-from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.errors import is_users, shortened, warn_once
 from compiled_fsdp.torch_private.compiled import (
     is_call_of_compiled,
     last_recompile,
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 LIMIT = "torch._dynamo.config.recompile_limit"
 # in the reason of graph breaks that were told of already
 AGREED = "compiled_fsdp: all ranks run this unit eagerly"
-NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 _policy: Literal["warn", "error"] = "warn"
 _last_seen: object = None  # the newest entry of Dynamo's list that was looked at
@@ -91,11 +88,7 @@ def note_eager_unit(unit: Unit, neighbours: Iterable[Unit], *, is_refused: bool)
     fresh = reasons[known[0] + 1 :] if known else list(reasons)
     _last_seen = reasons[-1]
     for entry in [e for e in fresh if AGREED not in e.reason]:
-        frames = [
-            frame
-            for frame in reversed(entry.user_stack)
-            if not frame.filename.startswith(NOT_THE_USERS)
-        ]
+        frames = [frame for frame in reversed(entry.user_stack) if is_users(frame.filename)]
         where, found = "a call", [unit]
         if frames:
             frame = frames[0]
@@ -162,7 +155,7 @@ def _why_skipped(unit: Unit) -> tuple[str, str]:
         why = "it has given up the call for good, as after an exception while that was traced"
         return why, reset
     reason, stack = known
-    frame = next((f for f in reversed(stack) if not f.filename.startswith(NOT_THE_USERS)), None)
+    frame = next((f for f in reversed(stack) if is_users(f.filename)), None)
     where = "" if frame is None else f" at {frame.filename}:{frame.lineno}, in {frame.name}"
     lines = [line.strip() for line in reason.strip().splitlines()]
     raised = next((line.split(RAISED)[1] for line in lines if RAISED in line), "")
