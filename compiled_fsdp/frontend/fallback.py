@@ -147,11 +147,12 @@ def _why_skipped(unit: Unit) -> tuple[str, str]:
     """Returns why Dynamo runs a call as it is, and a sentence on what to do."""
     if modes := modes_that_keep_it_out():
         return f"it compiles nothing while {', '.join(modes)} is on", ""
-    if stance().endswith("eager_then_compile"):
-        return f"torch.compiler.set_stance({stance()!r}) lets the first call run as it is", ""
     reset = "torch._dynamo.reset() lets it begin anew. "
     names = [name for module in unit.modules for name in entry_names(module)]
-    if (known := why_given_up(names)) is None:
+    known = why_given_up(names)
+    if known is None and stance().endswith("eager_then_compile"):
+        return f"torch.compiler.set_stance({stance()!r}) lets the first call run as it is", ""
+    if known is None:
         why = "it has given up the call for good, as after an exception while that was traced"
         return why, reset
     reason, stack = known

@@ -41,7 +41,7 @@ def why_inline() -> str:
 
 
 def check_wrapper() -> None:
-    """Whether Inductor writes what can call our ops.
+    """Checks that what Inductor writes can call our ops.
 
     Raises:
         NotImplementedError: it writes C++, into which it puts text arguments as they stand, without
