@@ -44,7 +44,8 @@ import torch
 from compiled_fsdp.ir.collectives import CONVERT, WAIT
 from compiled_fsdp.ir.graph import find, is_view, move_before, value
 from compiled_fsdp.ir.meta import get_tag
-from compiled_fsdp.ir.schema import EXCHANGE, MARK_GRADS, traits_of
+from compiled_fsdp.ir.movable import can_move
+from compiled_fsdp.ir.schema import EXCHANGE, MARK_GRADS
 from compiled_fsdp.planning.costs import assumed
 
 from .base import consume
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
 
 # Counts, tokens there, and back: an exchange of the next block is three further from the first.
 LEVELS = 2
-ITEM = torch.ops.aten._local_scalar_dense.default
 CASTS = (CONVERT, torch.ops.aten._to_copy.default)
 
 
@@ -88,29 +88,6 @@ def exchanges(graph: Graph) -> list[Node]:
 
 def _waits(start: Node) -> list[Node]:
     return [user for user in start.users if user.target is WAIT]
-
-
-def can_move(node: Node) -> bool:
-    """Whether a node computes and nothing else, the same wherever it stands."""
-    if node.op != "call_function":
-        return False
-    op = node.target
-    if not isinstance(op, torch._ops.OpOverload):  # arithmetic of sizes, or one of several results
-        return getattr(op, "__module__", "") in ("_operator", "torch", "torch.sym")
-    tag = get_tag(node)
-    if tag is not None:
-        return tag.kind == "gather" and not _communicates(node)
-    return (
-        op.namespace in ("aten", "prims")
-        and not op._schema.is_mutable
-        and torch.Tag.nondeterministic_seeded not in op.tags
-        and (op is ITEM or not node.is_impure())
-    )
-
-
-def _communicates(node: Node) -> bool:
-    traits = traits_of(node.target)
-    return bool(traits.starts or traits.awaits or traits.effect or traits.lowers_to)
 
 
 def _defer(start: Node) -> None:
