@@ -124,7 +124,7 @@ def _run_ours(gm: GraphModule, context: Context) -> GraphModule:
     hurry()
     progress.at(f"{half}, before its passes")
     asked = current_plan().executed_by(is_fused=context.is_fused)
-    plan = fit_split(gm, settle_costs(gm.graph, asked))
+    plan = fit_split(gm, settle_costs(gm.graph, asked), is_fused=context.is_fused)
     held = [e.provides.name for e in current(Stage.JOINT) if e.provides is not None]
     watcher = dump.Dump(gm, phase_of(gm.graph), plan, held, context.is_fused)
     after_pass = _checking(plan, watcher.after_pass) if is_verifying() else watcher.after_pass

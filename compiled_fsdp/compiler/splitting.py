@@ -32,19 +32,22 @@ MOST_DECIDED = 8
 _decided: dict[int, int] = {}  # the last decisions, by `_key`
 
 
-def fit_split(gm: GraphModule, plan: Plan) -> Plan:
+def fit_split(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
     """The plan for this half, with `split_bytes` chosen; as it is where it is set, or where there
-    are no costs.
+    are no costs. is_fused: whether its kernels will be.
     """
     if plan.split_bytes is not None or plan.costs is None:
         return plan
-    key = _key(gm.graph, plan)
+    context = Context(is_trial=True, is_fused=is_fused)
+    key = _key(gm.graph, plan, context)
     if key not in _decided:
-        _tried(copied(gm), plan, key)
+        _tried(copied(gm), plan, key, context)
     return replace(plan, split_bytes=_decided[key])
 
 
-def run_fitted(gm: GraphModule, plan: Plan, forward: list[int] | None = None) -> GraphModule:
+def run_fitted(
+    gm: GraphModule, plan: Plan, context: Context, forward: list[int] | None = None
+) -> GraphModule:
     """A trial of this half, or of a whole step, under the plan that `fit_split` makes of this one;
     the graph is used up.
 
@@ -52,36 +55,34 @@ def run_fitted(gm: GraphModule, plan: Plan, forward: list[int] | None = None) ->
         others, which keep other parameters for backward: what forward gathers and computes is the
         same in all.
     """
-    trial = Context(is_trial=True)
     if plan.split_bytes is not None or plan.costs is None:
-        return run_pipeline(gm, plan, current(Stage.HALF), context=trial)
-    key = _key(gm.graph, plan)
+        return run_pipeline(gm, plan, current(Stage.HALF), context=context)
+    key = _key(gm.graph, plan, context)
     if forward is None or phase_of(gm.graph) != "forward":
-        return _tried(gm, plan, key)
+        return _tried(gm, plan, key, context)
     if not forward:
-        tried = _tried(gm, plan, key)
+        tried = _tried(gm, plan, key, context)
         forward.append(_decided[key])
         return tried
     _decide(key, forward[0])
     under = replace(plan, split_bytes=forward[0])
-    return run_pipeline(gm, under, current(Stage.HALF), context=trial)
+    return run_pipeline(gm, under, current(Stage.HALF), context=context)
 
 
-def _tried(gm: GraphModule, plan: Plan, key: int) -> GraphModule:
+def _tried(gm: GraphModule, plan: Plan, key: int, context: Context) -> GraphModule:
     """Decide for this graph, which is used up, and return the copy on which the decision was tried;
     key: of the graph.
     """
     assert plan.costs is not None
-    trial = Context(is_trial=True)
-    lower, *others = (entry for entry in current(Stage.HALF) if entry.runs_in(trial))
+    lower, *others = (entry for entry in current(Stage.HALF) if entry.runs_in(context))
     largest = _largest(gm.graph)
-    lowered = run_pipeline(gm, plan, [lower], context=trial)  # the same for every size
+    lowered = run_pipeline(gm, plan, [lower], context=context)  # the same for every size
     tried, seconds = {}, {}
     sizes = list(dict.fromkeys((0, *(largest // n for n in PARTS))))
     for size in sizes:
         under = replace(plan, split_bytes=size)
         half = lowered if size == sizes[-1] else copied(lowered)
-        tried[size] = run_pipeline(half, under, others, context=trial)
+        tried[size] = run_pipeline(half, under, others, context=context)
         seconds[size] = predict(tried[size].graph, plan.costs).total
     best = min(seconds, key=lambda size: (seconds[size], -size))
     chosen = best if seconds[best] < seconds[0] * (1 - WORTH) else 0
@@ -96,7 +97,7 @@ def _decide(key: int, split_bytes: int) -> None:
     _decided[key] = split_bytes
 
 
-def _key(graph: Graph, plan: Plan) -> int:
+def _key(graph: Graph, plan: Plan, context: Context) -> int:
     """A hash of all that the decision depends on: what is communicated, what is computed in between
     and how long it takes, the plan and the passes.
     Under a memory budget, what is compiled was tried before.
@@ -108,7 +109,7 @@ def _key(graph: Graph, plan: Plan) -> int:
         if n.op == "call_function"
     )
     specs = tuple(param_spec(n) for n in find(graph, *TO_LOWER))
-    return hash((plan.undecided, current(Stage.HALF), nodes, specs))
+    return hash((plan.undecided, context.is_fused, current(Stage.HALF), nodes, specs))
 
 
 def _largest(graph: Graph) -> int:

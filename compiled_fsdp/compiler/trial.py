@@ -105,9 +105,9 @@ def num_outputs(joint: Graph) -> int:
     return next(i for i, n in enumerate(outputs) if n is None or n in backward_of)
 
 
-def run_as_it_is(gm: GraphModule, plan: Plan) -> GraphModule:
+def run_as_it_is(gm: GraphModule, plan: Plan, context: Context) -> GraphModule:
     """A trial of a graph under a plan in which nothing is left to decide."""
-    return run_pipeline(gm, plan, current(Stage.HALF), context=Context(is_trial=True))
+    return run_pipeline(gm, plan, current(Stage.HALF), context=context)
 
 
 def schedule(
@@ -115,7 +115,7 @@ def schedule(
     plan: Plan,
     *,
     is_fused: bool,
-    run: Callable[[GraphModule, Plan], GraphModule] = run_as_it_is,
+    run: Callable[[GraphModule, Plan, Context], GraphModule] = run_as_it_is,
     step: tuple[WholeStep, int] | None = None,
 ) -> Trial:
     """A trial of these halves, which are used up.
@@ -131,7 +131,8 @@ def schedule(
     plan = plan.executed_by(is_fused=is_fused)
     for gm in graphs:
         note_costs(gm.graph, plan)
-    lifetimes = lifetimes_of([run(gm, plan).graph for gm in graphs], is_fused)
+    context = Context(is_trial=True, is_fused=is_fused)
+    lifetimes = lifetimes_of([run(gm, plan, context).graph for gm in graphs], is_fused)
     return Trial(lifetimes, tuple(map(profile_of, lifetimes)))
 
 

@@ -223,8 +223,8 @@ def test_parts_of_forward_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> N
         tried.append(phase_of(gm.graph))
         return original(gm, *arguments)
 
-    def noted(gm: GraphModule, plan: Plan) -> Plan:
-        fitted = fit_split(gm, plan)
+    def noted(gm: GraphModule, plan: Plan, **executor: Any) -> Plan:
+        fitted = fit_split(gm, plan, **executor)
         decided.append((phase_of(gm.graph), fitted.split_bytes))
         return fitted
 

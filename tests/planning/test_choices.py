@@ -115,23 +115,23 @@ class TestParts:
 
     def test_computing_begins_with_the_first(self):
         gm, plan = self.units(latency=0.0)
-        assert fit_split(gm, plan).split_bytes == 64 * 64 * 4
+        assert fit_split(gm, plan, is_fused=False).split_bytes == 64 * 64 * 4
 
     def test_not_where_starting_costs_more(self):
         gm, plan = self.units(latency=5.0)
-        assert fit_split(gm, plan).split_bytes == 0
+        assert fit_split(gm, plan, is_fused=False).split_bytes == 0
 
     def test_the_graph_is_not_changed(self):
         gm, plan = self.units(latency=0.0)
         before = [n.name for n in gm.graph.nodes]
-        fit_split(gm, plan)
+        fit_split(gm, plan, is_fused=False)
         assert [n.name for n in gm.graph.nodes] == before
 
     @pytest.mark.parametrize(
         "plan", [Plan(), Plan(split_bytes=None), Plan(split_bytes=3, costs=costs(1.0, 1.0))]
     )
     def test_set_or_without_costs(self, plan):
-        assert fit_split(chain(1), plan) is plan
+        assert fit_split(chain(1), plan, is_fused=False) is plan
 
 
 @pytest.mark.parametrize(
