@@ -52,11 +52,11 @@ def warn_once(text: str, about: str = "") -> None:
     key = about or text
     if key in _said:
         return
-    _said.add(key)
     if _on_every_rank or not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(text, stacklevel=_level_of_the_user())
     else:
         logging.getLogger("compiled_fsdp").info(text)
+    _said.add(key)  # behind it: where warnings are errors, who tries again is told again
 
 
 def is_users(filename: str) -> bool:

@@ -37,6 +37,8 @@ FROM_COSTS = (
     "copy_out",
 )
 AUTO = "auto"
+# What a budget chooses for each graph; users set none of it.
+DECIDED = ("kept", "dropped", "recomputed", "offloaded", "states_on_host")
 FOLLOWED = ("gather_quantized", "reduce_quantized", "exact", "check")  # outside of graphs too
 
 
@@ -196,7 +198,7 @@ class Plan:
     @property
     def undecided(self) -> Plan:
         """Without what was chosen for one graph: the plan as the user has set it."""
-        return replace(self, kept=(), dropped=(), recomputed=(), offloaded=(), states_on_host=())
+        return replace(self, **dict.fromkeys(DECIDED, ()))
 
     @property
     def is_from_costs(self) -> bool:
@@ -259,7 +261,7 @@ ASKED = (
     "host_budget",
     "costs",
 )
-# What users set of the plan; `Plan.kept` is decided, not set.
+# What users set of the plan.
 options = Options()
 
 
@@ -276,6 +278,7 @@ def set_plan(plan: Plan) -> None:
         raise TypeError(
             f"set_plan: plan is {plan!r}; should be a Plan, for example Plan(prefetch=1)"
         )
+    _check_asked(plan, "set_plan")
     if plan != _current and all_runs():
         warn_once(
             "compiled_fsdp: set_plan was called after graphs were compiled, and those keep the "
@@ -283,7 +286,25 @@ def set_plan(plan: Plan) -> None:
             "first forward, or call torch._dynamo.reset() for what runs already",
             about="set_plan after compiling",
         )
+    if plan != _current and _num_around:
+        warn_once(
+            "compiled_fsdp: set_plan was called inside `with planned(...)`, so what it sets holds "
+            "until the `with` ends: then the plan is what it was before. Call it outside for a "
+            "plan that stays",
+            about="set_plan inside planned",
+        )
     _ask(plan)
+
+
+def _check_asked(plan: Plan, who: str) -> None:
+    """Users set budgets, not what is chosen by them, which would be lost without a word."""
+    for name in DECIDED:
+        if value := getattr(plan, name):
+            raise ValueError(
+                f"{who}: {name}={value!r}; it is chosen for each graph from memory_budget, and "
+                "what is set here would not be used. Set memory_budget instead, and see what was "
+                "chosen by compiled_fsdp.explain(model)"
+            )
 
 
 def _ask(plan: Plan) -> None:
@@ -314,6 +335,7 @@ def when_followed_fields_change(fn: Callable[[], None]) -> None:
 
 
 _forced: dict[str, Any] = {}
+_num_around = 0  # `with planned(...)` that undo at their end what is set now
 
 
 @contextmanager
@@ -335,14 +357,19 @@ def forced(**fields: Any) -> Iterator[None]:
 @contextmanager
 def planned(**changes: Any) -> Iterator[Plan]:
     """Change fields of the plan for graphs compiled inside; the backward compiles at the first
-    `.backward()`.
+    `.backward()`. At the end the plan is what it was, whatever was set inside (which is announced).
     """
+    global _num_around
     before = current_plan()
     unknown = [name for name in changes if name not in Plan.__slots__]
     if unknown:
         raise TypeError(f"planned: {unknown} are no fields of Plan; it has {list(Plan.__slots__)}")
+    asked = replace(before, **changes)
+    _check_asked(asked, "planned")
+    _num_around += 1
     try:
-        _ask(replace(before, **changes))
+        _ask(asked)
         yield current_plan()
     finally:
+        _num_around -= 1
         _ask(before)

@@ -151,6 +151,8 @@ CASES: dict[str, Callable[[], object]] = {
     "fallback by word": lambda: compiled_fsdp.set_fallback("ignore"),
     "fallback by None": lambda: compiled_fsdp.set_fallback(None),
     "a plan that is none": lambda: compiled_fsdp.set_plan({"prefetch": 1}),
+    "a plan that chooses": lambda: compiled_fsdp.set_plan(Plan(kept=(("blocks.0", "weight"),))),
+    "planned with a choice": lambda: planned(recomputed=("mm",)),
     "prefetch before": lambda: Plan(prefetch=-1),
     "prefetch by word": lambda: Plan(prefetch="all"),
     "prefetch by True": lambda: Plan(prefetch=True),
@@ -453,6 +455,18 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     "a plan that is none": (
         TypeError,
         "set_plan: plan is {'prefetch': 1}; should be a Plan, for example Plan(prefetch=1)",
+    ),
+    "a plan that chooses": (
+        ValueError,
+        "set_plan: kept=(('blocks.0', 'weight'),); it is chosen for each graph from memory_budget, "
+        "and what is set here would not be used. Set memory_budget instead, and see what was "
+        "chosen by compiled_fsdp.explain(model)",
+    ),
+    "planned with a choice": (
+        ValueError,
+        "planned: recomputed=('mm',); it is chosen for each graph from memory_budget, and what is "
+        "set here would not be used. Set memory_budget instead, and see what was chosen by "
+        "compiled_fsdp.explain(model)",
     ),
     "prefetch before": (
         ValueError,

@@ -340,6 +340,17 @@ class TestPlans:
             use(before)
             plan_options.asked.pop("Plan.prefetch", None)
 
+    def test_a_plan_that_a_with_undoes(self, fake_world: None) -> None:
+        before = current_plan()
+        with planned(prefetch=3):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                set_plan(current_plan())  # nothing changes
+            with pytest.warns(UserWarning, match=r"inside `with planned\(\.\.\.\)`"):
+                set_plan(replace(before, prefetch=5))
+            assert current_plan().prefetch == 5
+        assert current_plan() == before
+
 
 class TestWarnings:
     def test_once_at_the_line_of_the_user(self, fake_world: None) -> None:
