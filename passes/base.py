@@ -49,6 +49,7 @@ class Property(Enum):
     REDUCES_BUCKETED = "one reduction a unit"
     EXCHANGES_APART = "the user's all-to-alls share no group with ours"
     EXCHANGES_OVERLAPPED = "tokens travel while what does not need them is computed"
+    PEAK_FLATTENED = "at the peak, what lets go of most is computed first"
     PREFETCHED = "all-gathers start ahead of their use"
     GIVEN_WAY = "gathers start where no tokens are about to travel"
     DELAYED = "reductions are awaited late"

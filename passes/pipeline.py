@@ -37,6 +37,7 @@ from .delay_wait import delay_wait
 from .drop_frees import drop_frees
 from .exchange_matrices import exchange_matrices
 from .fetch_states import fetch_states
+from .flatten_peak import flatten_peak
 from .free import free
 from .gather_ahead import gather_ahead
 from .gather_next import gather_next
@@ -126,6 +127,12 @@ PIPELINE = check_order(
             (P.LOWERED,),
             P.EXCHANGES_OVERLAPPED,
             consumes=("Plan.overlap_exchanges",),
+        ),
+        Pass(
+            flatten_peak,
+            Stage.HALF,
+            (P.GATHERS_BUCKETED, P.REDUCES_BUCKETED),
+            P.PEAK_FLATTENED,
         ),
         Pass(
             prefetch_all_gather,

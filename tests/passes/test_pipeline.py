@@ -576,12 +576,23 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
  %threshold_backward: f32[3,4] = threshold_backward(%mul_3, %detach_2, 0)
 -%all_gather_into_tensor_default_5: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  # blocks.0: gather
  %wait_tensor_default_9: f32[20] = wait_tensor(%all_gather_into_tensor_default_5)  # blocks.0: gather
-@@ -41,5 +41,2 @@
+@@ -28,3 +28,2 @@
+ %t: f32[4,3] = t(%mul)
+-%mm_2: f32[4,4] = mm(%t, %threshold_backward)
+ %view_default_4: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
+@@ -35,2 +34,4 @@
+ %mm_3: f32[3,4] = mm(%threshold_backward, %t_1)
++%mul_5: f32[3,4] = mul(%mm_3, %slice_tensor_11)
++%mm_2: f32[4,4] = mm(%t, %threshold_backward)
+ %reshape_default_8: f32[2,8] = reshape(%mm_2, [2, 8])  # blocks.1: reduce
+@@ -41,7 +42,3 @@
  %reduce_scatter_tensor_default_4: f32[10] = reduce_scatter_tensor(%reshape_default_10, 'sum', 2, '0')  # blocks.1: reduce
 -%wait_tensor_default_10: f32[10] = wait_tensor(%reduce_scatter_tensor_default_4)  # blocks.1: reduce
 -%div_tensor_4: f32[10] = div(%wait_tensor_default_10, 2.0)  # blocks.1: reduce
 -mark_grads_(%div_tensor_4, %primals_3, [0, 8])
  %mul_4: f32[3,4] = mul(%mm_3, %relu)
+-%mul_5: f32[3,4] = mul(%mm_3, %slice_tensor_11)
+ %sum_2: f32[3,1] = sum(%mul_4, [1], True)
 @@ -62,2 +59,5 @@
  %reshape_default_13: f32[20] = reshape(%cat_default_1, [20])  # blocks.0: reduce
 +%wait_tensor_default_10: f32[10] = wait_tensor(%reduce_scatter_tensor_default_4)  # blocks.1: reduce
@@ -592,7 +603,7 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
         self.assertExpectedInline(
             changes(found[f"backward/{stem('delay_wait')}"], found[f"backward/{stem('free')}"]),
             """\
-@@ -32,2 +32,3 @@
+@@ -31,2 +31,3 @@
  %clone_default: f32[2,8] = clone(%slice_tensor_6, memory_format=torch.contiguous_format)  # blocks.1: gather
 +free(%wait_tensor_default_8)
  %view_default_5: f32[4,4] = view(%clone_default, [4, 4])  # blocks.1: gather
