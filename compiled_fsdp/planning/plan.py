@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -316,7 +316,7 @@ def _ask(plan: Plan) -> None:
 
 def use(plan: Plan) -> None:
     """Put a plan in the place of the current one, without taking it for what the user set; if
-    somebody who follows it raises, the current one stays.
+    somebody who follows it raises, the current one stays, for all who follow.
     """
     global _current
     before, _current = _current, replace(plan, **_forced) if _forced else plan
@@ -326,6 +326,9 @@ def use(plan: Plan) -> None:
                 fn()
         except BaseException:
             _current = before
+            with suppress(Exception):  # the first is raised
+                for fn in _followers:  # those that have followed go back
+                    fn()
             raise
 
 
