@@ -466,5 +466,5 @@ def called_copies() -> None:
         losses[without] = [first, step_of_norms(call, optimizer)]
     # One that joins flat buffers, one that joins gradients, and a division for each unit.
     found = {k: len(v) for k, v in kernels.items()}
-    assert found == {"call_copies": 12, "": 12 - 2 - 3}, found
+    assert found == {"call_copies": 11, "": 11 - 2 - 3}, found
     assert losses[""] == losses["call_copies"]
