@@ -37,15 +37,15 @@ Leaves alone: with `Plan(overlap_exchanges=False)` everything; what reads nothin
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from compiled_fsdp.ir.collectives import CONVERT, WAIT
 from compiled_fsdp.ir.graph import find, is_view, move_before, value
 from compiled_fsdp.ir.meta import get_tag
-from compiled_fsdp.ir.movable import can_move
-from compiled_fsdp.ir.schema import EXCHANGE, MARK_GRADS
+from compiled_fsdp.ir.movable import can_move, writes
+from compiled_fsdp.ir.schema import EXCHANGE
 from compiled_fsdp.planning.costs import assumed
 
 from .base import consume
@@ -142,7 +142,7 @@ class Filling:
         """The nodes behind the wait, to the exchanges of the next block, or a write."""
         last = self.levels[self.start] + LEVELS
         node = self.wait.next
-        while node.op != "output" and self.levels.get(node, 0) <= last and not _writes(node):
+        while node.op != "output" and self.levels.get(node, 0) <= last and not writes(node):
             yield node
             node = node.next
 
@@ -183,11 +183,6 @@ class Filling:
                 return nodes[:number]
             taken += each
         return nodes
-
-
-def _writes(node: Node) -> bool:
-    op: Any = node.target
-    return isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable and op is not MARK_GRADS
 
 
 def _levels(graph: Graph) -> dict[Node, int]:

@@ -1,13 +1,15 @@
-"""Which nodes only compute, so that they may stand elsewhere."""
+"""Which nodes only compute, so that they may stand elsewhere, and which write, so that what reads
+may not pass them.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .meta import get_tag
-from .schema import traits_of
+from .schema import MARK_GRADS, traits_of
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -31,6 +33,16 @@ def can_move(node: Node) -> bool:
         and torch.Tag.nondeterministic_seeded not in op.tags
         and (op is ITEM or not node.is_impure())
     )
+
+
+def writes(node: Node) -> bool:
+    """Whether a node writes to what others may read; gradients that are marked nobody reads."""
+    op: Any = node.target
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return str(op.name()).endswith("_mutation")  # a kernel of Triton, say
+    if not isinstance(op, torch._ops.OpOverload) or op is MARK_GRADS:
+        return False
+    return bool(op._schema.is_mutable)
 
 
 def _communicates(node: Node) -> bool:

@@ -198,7 +198,8 @@ class Plan:
     @property
     def undecided(self) -> Plan:
         """Without what was chosen for one graph: the plan as the user has set it."""
-        return replace(self, **dict.fromkeys(DECIDED, ()))
+        nothing: dict[str, Any] = dict.fromkeys(DECIDED, ())
+        return replace(self, **nothing)
 
     @property
     def is_from_costs(self) -> bool:

@@ -43,8 +43,14 @@ def train(way: str, backend: str) -> tuple[list[Tensor], int]:
     batch = torch.randn(TOKENS, WIDTH), torch.randint(VOCAB, (TOKENS,))
     losses = []
 
-    if way == "whole":
-        step = compile_step(model, optimizer, lambda m, *args: m(*args), backend=backend)
+    if way in ("whole", "batches"):
+        count = 2 if way == "batches" else 1
+        update = compile_step(
+            model, optimizer, lambda m, *args: m(*args), backend=backend, accumulate=count
+        )
+
+        def step(*batch: Tensor) -> Tensor:
+            return update([batch] * count) if count > 1 else update(*batch)
     else:
         call = model if way == "eager" else torch.compile(model, backend=backend, fullgraph=True)
 
@@ -79,6 +85,7 @@ def beside(way: str, backend: str) -> tuple[bool, int, int]:
         ("halves", "compiled_fsdp", True),
         ("whole", "compiled_fsdp", True),
         ("whole", "compiled_fsdp_eager", True),
+        ("batches", "compiled_fsdp_eager", True),
         # Saved is what norm made, not what it is made of: the head is gathered behind the gradient
         # of its weight, which hides that.
         ("halves", "compiled_fsdp_eager", False),
