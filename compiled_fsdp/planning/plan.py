@@ -298,13 +298,13 @@ def set_plan(plan: Plan) -> None:
 
 
 def _check_asked(plan: Plan, who: str) -> None:
-    """Users set budgets, not what is chosen by them, which would be lost without a word."""
+    """Users set budgets, not what is chosen by them, which a choice would replace."""
     for name in DECIDED:
         if value := getattr(plan, name):
             raise ValueError(
-                f"{who}: {name}={value!r}; it is chosen for each graph from memory_budget, and "
-                "what is set here would not be used. Set memory_budget instead, and see what was "
-                "chosen by compiled_fsdp.explain(model)"
+                f"{who}: {name}={value!r}; it is chosen for each graph from memory_budget, and is "
+                "not to be set. Set memory_budget instead; compiled_fsdp.explain(model) says what "
+                "was chosen"
             )
 
 

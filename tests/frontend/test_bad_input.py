@@ -459,14 +459,13 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     "a plan that chooses": (
         ValueError,
         "set_plan: kept=(('blocks.0', 'weight'),); it is chosen for each graph from memory_budget, "
-        "and what is set here would not be used. Set memory_budget instead, and see what was "
-        "chosen by compiled_fsdp.explain(model)",
+        "and is not to be set. Set memory_budget instead; compiled_fsdp.explain(model) says what "
+        "was chosen",
     ),
     "planned with a choice": (
         ValueError,
-        "planned: recomputed=('mm',); it is chosen for each graph from memory_budget, and what is "
-        "set here would not be used. Set memory_budget instead, and see what was chosen by "
-        "compiled_fsdp.explain(model)",
+        "planned: recomputed=('mm',); it is chosen for each graph from memory_budget, and is not "
+        "to be set. Set memory_budget instead; compiled_fsdp.explain(model) says what was chosen",
     ),
     "prefetch before": (
         ValueError,
