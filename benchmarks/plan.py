@@ -252,7 +252,7 @@ def _partitioner(clock: Clock, halves: list[GraphModule]) -> Callable[..., Any]:
         clock.lap(PARTITION)
         for half in split:
             note_costs(half.graph, current_plan())
-            parts = fit_split(half, current_plan())
+            parts = fit_split(half, current_plan(), is_fused=True)
             clock.lap(SPLIT)
             halves.append(run_pipeline(half, parts, HALF, clock.after_pass))
         return split
