@@ -9,6 +9,7 @@ import gzip
 import json
 import logging
 import os
+import shutil
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,7 @@ FEW = 0.25  # of its characters
 _folder: Path | None = None
 _written: Path | None = None
 _number = 0
+_begun: set[Path] = set()  # folders of a rank that this process has written to
 # For each folder of a rank, the groups that its graphs communicate over: names, and ranks.
 _groups: dict[Path, dict[str, list[int]]] = {}
 
@@ -76,6 +78,36 @@ def dumped_to(path: str | Path) -> Iterator[Path]:
         yield _folder
     finally:
         _folder = before
+
+
+def _rank_folder(root: Path) -> Path:
+    """The folder of this rank. What an earlier process has left in it goes: a dump is of one run,
+    and what reads it (a report, `verify`) would take the graphs of both for one's. With it, by
+    rank 0, go the folders of ranks that this world does not have.
+    """
+    is_parallel = dist.is_initialized()
+    number, world = (dist.get_rank(), dist.get_world_size()) if is_parallel else (0, 1)
+    rank = layout.rank_folder(root, number)
+    if (begun := rank.resolve()) in _begun:
+        return rank
+    _begun.add(begun)
+    others = layout.ranks_of(root) if number == 0 and root.is_dir() else []
+    stale = [path for other, path in others if other >= world and path.resolve() not in _begun]
+    for path in [rank, *stale]:
+        if path.is_dir():
+            _clear(path)
+    return rank
+
+
+def _clear(rank: Path) -> None:
+    """Remove what a dump has in a rank's folder, and the folder if nothing else is in it."""
+    log.log.info("%s: the dump of an earlier run goes", rank)
+    for graph in filter(Path.is_dir, layout.graphs_of(rank)):
+        shutil.rmtree(graph)
+    for name in (layout.SETTINGS, layout.EXPLANATION, layout.MEASURED):
+        (rank / name).unlink(missing_ok=True)
+    if not any(rank.iterdir()):
+        rank.rmdir()
 
 
 def write_explanation(values: dict[str, Any]) -> None:
@@ -167,7 +199,7 @@ class Dump:
         self.name = layout.graph_name(_number, kind)
         _number += 1
         if root is not None:
-            _written = layout.rank_folder(root, dist.get_rank() if dist.is_initialized() else 0)
+            _written = _rank_folder(root)
             self.path = _written / self.name
             self.path.mkdir(parents=True, exist_ok=True)
         self.counts = Counts.of(gm.graph)

@@ -1,3 +1,3 @@
-"""Everything that is private in torch, by subject: elsewhere only collectives and compiler hooks
-are, in files that say so.
+"""What is private in torch, by subject. What cannot stand behind a function (hooks of the compiler,
+stock's own parts, types of ops and nodes) is used where it belongs, in files that say so.
 """

@@ -351,6 +351,35 @@ return [None, %add]
                 )
         self.assertEqual(*texts)
 
+    def test_of_one_run(self):
+        """What an earlier process has left goes, and nobody else's files; what this process wrote
+        before, stays.
+        """
+        with tempfile.TemporaryDirectory() as name:
+            root = Path(name)
+            for path in ("rank0/007_backward/00_capture.txt", "rank3/000_joint/00_capture.txt"):
+                (root / path).parent.mkdir(parents=True)
+                (root / path).touch()
+            mine = [root / path for path in ("rank0/notes.txt", "rank0/000_notes", "rank4/mine")]
+            for path in mine:
+                path.parent.mkdir(exist_ok=True)
+                path.touch()
+            for path in ("rank0/explain.json", "rank3/settings.json", "rank4/measured.json"):
+                (root / path).touch()
+            for world in (4, 2):
+                begun = mock.patch("compiled_fsdp.dump.writer._begun", set())
+                number = mock.patch("compiled_fsdp.dump.writer._number", 0)
+                with fake_ranks(world), begun, number:
+                    for _ in range(2):
+                        trace(fully_shard(nn.Linear(4, 4)), (torch.ones(2, 4),), root)
+                found = sorted(str(path.relative_to(root)) for path in root.glob("*/*"))
+                kinds = ("joint", "forward", "backward")
+                graphs = [f"rank0/{number:03d}_{kinds[number % 3]}" for number in range(6)]
+                others = ["rank3/000_joint", "rank3/settings.json"] if world == 4 else []
+                expected = [*graphs, "rank0/settings.json", *others]
+                expected += [str(path.relative_to(root)) for path in mine]
+                self.assertEqual(found, sorted(expected))
+
     def test_where(self):
         """The innermost `dumped_to`, else the environment variable, else nowhere."""
         with mock.patch.dict(os.environ):
