@@ -395,6 +395,49 @@ def mlp_losses(cycles: int, compiled: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("front", ["fsdp2", "fsdp1"])
+def test_a_host_that_runs_ahead_takes_no_more(front: str) -> None:
+    in_process(runs_ahead, front)
+
+
+def runs_ahead(front: str) -> None:
+    """Nothing limits how far the host runs ahead of the device in eager mode, and no gather is
+    freed later for it.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    peaks = [active_peak(front, is_ahead) for is_ahead in (False, True)]
+    assert peaks[1] <= peaks[0], peaks
+
+
+def active_peak(front: str, is_ahead: bool) -> int:
+    """Bytes of a step that the allocator can give to nobody else, at most."""
+    model: Any = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+    if front == "fsdp1":
+        model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    else:
+        for unit in (*model, model):
+            fully_shard(unit)
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not is_ahead:
+        for linear in linears:
+            linear.register_forward_hook(lambda *_: torch.cuda.synchronize())
+    x = torch.ones(8, 1024, device="cuda")
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_stats()["active_bytes.all.current"]
+        if is_ahead:
+            torch.cuda._sleep(1_000_000_000)
+            slept = torch.cuda.Event()
+            slept.record()
+        model(x).sum().backward()
+        if is_ahead:
+            assert not slept.query(), "the device was not behind"
+        peak = torch.cuda.memory_stats()["active_bytes.all.peak"] - held
+        model.zero_grad()
+    return int(peak)
+
+
 # -- CPU offload
 
 # Of SGD: a power of two, so that a step on the host rounds as one on the device does.

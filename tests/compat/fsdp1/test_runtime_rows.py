@@ -167,6 +167,55 @@ def order_of_gathers(api: Api, **options: Any) -> Any:
     return seen
 
 
+@rows("6.20", status="improved")
+def test_limit_of_gathers(two: Pool) -> None:
+    """Never more units are gathered at once than in stock. The CPU need not wait for that: gathers
+    are allocated on the stream that computes, which reuses what it has freed
+    (`tests/numerics/test_cuda.py`, not run on a device yet).
+    """
+    two.run(limits)
+
+
+def limits() -> None:
+    for limit in (True, False):
+        for forward in (False, True):
+            options = {"limit_all_gathers": limit, "forward_prefetch": forward}
+            ours, stocks = (gathered_at_once(Api(kind), **options) for kind in ("eager", "stock"))
+            assert (max(ours), max(stocks)) == ((2, 3) if forward else (2, 2)), (ours, stocks)
+
+
+def gathered_at_once(api: Api, **options: Any) -> list[int]:
+    """How many units are gathered, or being gathered, after each change of that."""
+    model = sized(api, **options)
+    train_step(model)
+    model.zero_grad()
+    counts: list[int] = []
+    whole: set[int] = set()
+    owner, start, end = (
+        (FlatParamHandle, "_all_gather_flat_param", "_free_unsharded_flat_param")
+        if api.is_stock
+        else (Runtime, "start_gathers", "reshard")
+    )
+
+    def then(original: Any, change: Any) -> Any:
+        def call(self: Any, *args: Any, **how: Any) -> Any:
+            result = original(self, *args, **how)
+            is_with_params = api.is_stock or self.unit.wrapper._flat_param is not None
+            if is_with_params and (api.is_stock or change == whole.add or not self.is_unsharded):
+                change(id(self))
+                counts.append(len(whole))
+            return result
+
+        return call
+
+    with (
+        mock.patch.object(owner, start, then(getattr(owner, start), whole.add)),
+        mock.patch.object(owner, end, then(getattr(owner, end), whole.discard)),
+    ):
+        train_step(model, 1)
+    return [count for count, before in zip(counts, [0, *counts], strict=False) if count != before]
+
+
 @rows("6.7", "9.9", "9.10", "9.12", "9.13", "9.8")
 def test_casts(two: Pool) -> None:
     two.run(same, casts)
