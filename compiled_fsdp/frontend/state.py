@@ -363,6 +363,7 @@ def _follow_user(runtime: Runtime, *, is_compiled: bool, is_traced: bool) -> Non
         check_devices([runtime.unit])
     runtime.follow_requires_grad()
     runtime.unit.follow_requires_grad()
+    runtime.unit.follow_hooks()
     if is_compiled or is_traced:
         follow_extensions(runtime.unit, is_traced=is_traced)
 

@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.ir.meta import real_input, traced_value
 from compiled_fsdp.ir.schema import UNSHARD, param_spec
 from compiled_fsdp.torch_private.dtensors import local_tensor
-from compiled_fsdp.torch_private.dynamo import GET_DATA, give_up_graph
+from compiled_fsdp.torch_private.dynamo import GET_DATA, REGISTER_HOOK, give_up_graph
 from compiled_fsdp.units.registered import UNITS, sharded_behind
 
 from .written import is_written, storages
 
 if TYPE_CHECKING:
-    from torch.fx import Graph, Node
+    from torch.fx import Graph
 
 
 def say_what_leaves(graph: Graph) -> None:
@@ -46,6 +47,31 @@ def say_what_leaves(graph: Graph) -> None:
             "function that writes read the parameter from its module",
             about="parameters that leave graphs",
         )
+
+
+def check_not_hooked(graphs: list[Graph]) -> None:
+    """Refuse backward hooks on parameters: a graph reads a parameter anew wherever it is used, and
+    in every step, so that what is registered on one read would see no gradient of the others.
+    """
+    hooked = [
+        node.args[0]
+        for graph in graphs
+        for node in (graph.find_nodes(op="call_function", target=REGISTER_HOOK))
+        if isinstance(node.args[0], Node)
+    ]
+    reads: dict[int, str] = {}
+    for graph in graphs if hooked else ():
+        for node in graph.find_nodes(op="call_function", target=UNSHARD):
+            reads.update(dict.fromkeys(storages(traced_value(node)), param_spec(node).fqn))
+    for node in hooked:
+        fqn = next((reads[s] for s in storages(traced_value(node)) if s in reads), None)
+        if fqn is not None:
+            refuse(
+                f"torch.compile of a forward that registers a hook on parameter {fqn}: a graph has "
+                "no full parameter that would keep it. It runs eagerly, and so does the unit as "
+                "long as the hook is there. Call register_post_accumulate_grad_hook on the sharded "
+                "parameter, outside of forward: that hook gets it with its reduced gradient"
+            )
 
 
 def check_inputs(graph: Graph) -> None:

@@ -56,6 +56,7 @@ from .write_checks import (
     check_inputs,
     check_not_differentiated,
     check_not_hidden,
+    check_not_hooked,
     check_not_of_wrappers,
     refuse,
     say_what_leaves,
@@ -106,6 +107,8 @@ def settle_writes(gm: GraphModule) -> None:
     break: an error with `fullgraph=True`, else the frame runs eagerly.
     """
     spell_out(gm)
+    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+    check_not_hooked(graphs)
     hoist_reads(gm)
     check_inputs(gm.graph)
     graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]

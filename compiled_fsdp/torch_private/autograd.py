@@ -73,6 +73,15 @@ def _is_from(package: str, fn: Any) -> bool:
     return str(getattr(fn, "__module__", "")).partition(".")[0] == package
 
 
+def has_hooks_of_users(leaf: Any) -> bool:
+    """Whether others than this package have hooks on a leaf that autograd calls with its gradient.
+    Tried on 2.13.
+    """
+    package = __name__.partition(".")[0]
+    tables = leaf._backward_hooks, leaf._post_accumulate_grad_hooks
+    return any(not _is_from(package, fn) for table in tables for fn in (table or {}).values())
+
+
 def is_transformed() -> bool:
     """Whether code runs inside of `torch.func.grad`, `vmap`, `jvp` or their like."""
     return torch._C._functorch.peek_interpreter_stack() is not None

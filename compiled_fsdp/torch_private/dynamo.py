@@ -231,6 +231,15 @@ def trace_again_from_backend(why: str) -> NoReturn:
 SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 
 
+# What a graph of Dynamo's calls where a tensor from inside of it gets a backward hook; the graph is
+# broken there before torch 2.13, which has none. Tried on 2.13.
+try:
+    from torch._higher_order_ops.register_hook import register_hook_op as _register_hook
+except ImportError:
+    _register_hook = None
+REGISTER_HOOK: Any = _register_hook
+
+
 ENTER_INFERENCE: Any = torch.autograd.grad_mode._enter_inference_mode
 
 

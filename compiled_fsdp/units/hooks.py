@@ -1,5 +1,6 @@
 """Hooks of users on sharded parameters that nobody calls: autograd never computes a gradient of
-these, it is reduced and put there.
+these, it is reduced and put there. And those on full parameters, which autograd calls in eager mode
+alone.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.torch_private.autograd import has_hooks_of_users
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,6 +48,19 @@ def say_uncalled(params: Iterable[ShardedParam]) -> None:
             f"with torch's fully_shard: autograd has no gradient of sharded parameters. {_INSTEAD}",
             about="hooks of register_hook",
         )
+
+
+def why_hooked(params: Iterable[ShardedParam]) -> str:
+    """Which hooks on full parameters keep a unit out of graphs; "" if none do. In a graph there is
+    no such parameter, and nobody to call them; in eager mode it is the same object in every step.
+    """
+    hooked = [p.fqn for p in params if p.unsharded is not None and has_hooks_of_users(p.unsharded)]
+    if not hooked:
+        return ""
+    return (
+        f"hooks that were registered on the full parameters ({shortened(hooked, 1)}), in a forward "
+        "or after unshard(), which eager mode alone calls,"
+    )
 
 
 def say_uncalled_flat(names: Iterable[str], held: Iterable[Tensor]) -> None:

@@ -23,6 +23,7 @@ from .assigned import adopt_assigned
 from .cutting import classes_of, flat_buffer
 from .extension import has_extension
 from .handles import Handle
+from .hooks import why_hooked
 from .mesh import MeshInfo, resolve_reshard, twin_group
 from .offload import CPU, Offload
 from .param import Original, ShardedParam
@@ -114,7 +115,7 @@ class Unit:
         # Whether a parameter brings an all-gather of its own; settled before the first forward.
         self.has_extensions = False
         # Why no graph can have it, whatever the model is like.
-        self.why_outside_graphs = ""
+        self.why_outside_graphs = self.why_hooked = ""
         # Whether a user has put something in the place of a parameter since the last call.
         self.was_assigned = False
         self.flats = [flat_buffer(self, group) for group in classes_of(originals)]
@@ -358,7 +359,8 @@ class Unit:
                     CAST[param.handle.key] = param.handle.units
                 param.show_handle(param.handle)
         self.has_extensions = any(param.extends for param in self.params)
-        why = why_extensions(self)
+        self.why_hooked = why_hooked(self.params)
+        why = why_extensions(self) or self.why_hooked
         self.why_outside_graphs = f"{why} of unit {self.name}" if why else ""
 
     def _check_extension(self, flat: FlatBuffer, param: ShardedParam) -> None:
@@ -403,6 +405,11 @@ class Unit:
                 frozen = [p.handle.is_frozen for p in flat.params]
                 has_changed = has_changed or frozen != [not w for w in wanted]
         if has_changed:
+            self.publish()
+
+    def follow_hooks(self) -> None:
+        """Take over which hooks the user has registered on full parameters, or removed."""
+        if why_hooked(self.params) != self.why_hooked:
             self.publish()
 
 

@@ -7,6 +7,7 @@ from collections import namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from kit.compare import plain, whole
 from kit.harness import SLOW
@@ -339,6 +340,44 @@ def gradient_hooks(api: Api) -> Any:
     call = api.compile(model)
     losses = [train_step(call, step) for step in range(3)]
     return losses, sorted(called), params(model), grads(model)
+
+
+class Hooking(nn.Linear):
+    """Its first forward registers a hook that doubles what its weight gets."""
+
+    handle: Any = None
+
+    def forward(self, x: Any) -> Any:
+        if self.handle is None:
+            self.handle = self.weight.register_hook(lambda grad: grad * 2)
+        return super().forward(x) + self.weight.sum()
+
+
+@pytest.mark.parametrize("is_in_forward", [True, False])
+@rows("6.25")
+def test_hooks_on_full_parameters(two: Pool, is_in_forward: bool) -> None:
+    two.run(same, hooks_on_full_parameters, is_in_forward)
+
+
+def hooks_on_full_parameters(api: Api, is_in_forward: bool) -> Any:
+    """Of a forward, or after `unshard()`: they are called in every step until they are removed. A
+    compiled unit runs eagerly for them.
+    """
+    model = net()
+    model[2] = (Hooking if is_in_forward else nn.Linear)(7, 7)
+    api.units(model, "2")
+    if not is_in_forward:
+        model[2].unshard()
+        model[2].handle = model[2].weight.register_hook(lambda grad: grad * 2)
+        model[2].reshard()
+    found = []
+    call = api.compile(model, fullgraph=False)
+    for step in range(4):
+        if step == 3:
+            model[2].handle.remove()
+        found.append([train_step(call, step), grads(model)])
+        model.zero_grad()
+    return found
 
 
 @rows("6.26")
