@@ -198,6 +198,34 @@ def is_last_backward(api: Api) -> Any:
     return seen, grads(model)
 
 
+@rows("15.12")
+def test_backward_that_is_ended_by_state(two: Pool) -> None:
+    two.run(same, backward_that_is_ended_by_state)
+
+
+def backward_that_is_ended_by_state(api: Api) -> Any:
+    """As torch's pipeline schedules do, and copies of them in training repositories, which call it
+    for inner units too.
+    """
+    model, call = net_of_units(api)
+    seen = []
+    for _ in range(2):
+        for last in (False, False, True):
+            for unit in (model, model[0], model[2]):
+                unit.set_is_last_backward(last)
+                unit.set_requires_gradient_sync(last)
+            if not last:
+                seen.append(train_step(call, len(seen)))
+        states = [api.fully_shard.state(unit) for unit in (model, model[0], model[2])]
+        for below in (below for state in states for below in state._state_ctx.all_states):
+            if below._fsdp_param_group:
+                below._fsdp_param_group.post_backward()
+        for state in states:
+            state._root_post_backward_final_callback()
+        seen.append(plain(grads(model)))
+    return seen
+
+
 @rows("10.8")
 def test_recurse(two: Pool) -> None:
     two.run(same, recurse_in_values)
