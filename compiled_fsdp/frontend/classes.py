@@ -30,6 +30,7 @@ from compiled_fsdp.torch_private.dynamo import READS_DICTS, never_traced_alone, 
 from compiled_fsdp.units.reads import traced, unshard_as
 from compiled_fsdp.units.registered import Registered, Watched
 from compiled_fsdp.units.unit import original_class, originals
+from compiled_fsdp.wire.ops import TRACED
 
 from .zero_grad import zeroing
 
@@ -252,11 +253,24 @@ def _check_gathered(module: nn.Module, args: tuple[Any, ...]) -> None:
     ]
     if not sharded:
         return
-    param = sharded[0]
     raise RuntimeError(
-        f"{type(module).__name__} was called while its parameter {param.fqn} is sharded: its unit "
-        f"{state.unit.name!r} was not called, but another method of it, or its forward(...) by "
-        "name, which passes over the hooks that gather. Call the module itself; or call "
+        f"{type(module).__name__} was called while its parameter {sharded[0].fqn} is sharded: its "
+        f"unit {state.unit.name!r} {_why_sharded(state)}"
+    )
+
+
+def _why_sharded(state: State) -> str:
+    """Of a unit that was freed before somebody came to one of its modules; what to do."""
+    if state.unit.key in TRACED:
+        return (
+            "is in a graph, which leaves nothing gathered behind it. Give this module a unit of "
+            "its own, by fully_shard before its parent's; or compile what calls it together with "
+            "the model; or, for another method of a sharded module, call "
+            "register_fsdp_forward_method(sharded_module, name)"
+        )
+    return (
+        "was not called, but another method of it, or its forward(...) by name, which passes over "
+        "the hooks that gather. Call the module itself; or call "
         "register_fsdp_forward_method(sharded_module, name) for that method, or "
         "sharded_module.unshard() before and .reshard() after it"
     )

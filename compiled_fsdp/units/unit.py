@@ -270,6 +270,13 @@ class Unit:
         for flat in self.flats:
             flat.follow_grad_dtype()
 
+    @property
+    def is_left_in_eval(self) -> bool:
+        """Whether a forward without gradients leaves it gathered too: the user has said
+        `reshard_after_forward=False` of the outermost module, and may read parameters after it.
+        """
+        return self.is_outermost and not self.is_auto_reshard and not self.is_flat
+
     def set_reshard(self, value: bool) -> None:
         """Choose whether the parameters are dropped after forward."""
         self.reshard, self.is_auto_reshard = value, False
