@@ -34,6 +34,7 @@ from compiled_fsdp.units.tensor_parallel import groups_beside
 from compiled_fsdp.units.traced_extension import follow_extensions
 from compiled_fsdp.wire.absence import note_goes_on, note_raised
 
+from .as_stock import AsStock
 from .beside_stock import check_not_taken
 from .calls import innermost
 from .classes import keep_classes
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
 NUM_LOOKED = 16  # calls in which it is asked whether the last step assigned to `.data`
 
 
-class State:
+class State(AsStock):
     """The unit of a call, the eager runtime that serves it, and the hooks around its modules'
     forward.
     """

@@ -35,7 +35,7 @@ from .tensor_parallel import key_of
 from .traced_extension import handle_of, why_extensions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -277,10 +277,14 @@ class Unit:
         """
         return self.is_outermost and not self.is_auto_reshard and not self.is_flat
 
-    def set_reshard(self, value: bool) -> None:
-        """Choose whether the parameters are dropped after forward."""
+    def set_reshard(
+        self, value: bool | int, post_meshes: Mapping[MeshInfo, DeviceMesh] | None = None
+    ) -> None:
+        """Choose whether the parameters are dropped after forward; an int comes with the meshes
+        that it had before.
+        """
         self.reshard, self.is_auto_reshard = value, False
-        self.post_meshes.clear()
+        self.post_meshes = dict(post_meshes or {})
         self.publish()
 
     def note_schedule(self) -> None:
