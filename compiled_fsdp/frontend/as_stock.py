@@ -106,6 +106,16 @@ class AsStock:
         return self.unit.mesh_info.device
 
     @property
+    def _state_ctx(self: Any) -> Any:
+        """What torch's pipeline schedules, and copies of them in training repositories, read of
+        what `fully_shard.state` returns: the states whose groups they tell that backward is over.
+        """
+        return self.stock._state_ctx
+
+    def _root_post_backward_final_callback(self: Any) -> None:
+        self.stock._root_post_backward_final_callback()
+
+    @property
     def _fsdp_param_groups(self: Any) -> list[ParamGroup]:
         """One for each mesh, in the order of their parameters; the same objects each time."""
         if self._of_groups is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -157,16 +157,6 @@ class State(AsStock):
             note_refused(self.unit)
         elif self.is_call_compiled and not any(r.unit.why_eager for r in self.runtime.tree.members):
             note_skipped(self.unit)
-
-    @property
-    def _state_ctx(self) -> Any:
-        """What torch's pipeline schedules, and copies of them in training repositories, read of
-        what `fully_shard.state` returns: the states whose groups they tell that backward is over.
-        """
-        return self.stock._state_ctx
-
-    def _root_post_backward_final_callback(self) -> None:
-        self.stock._root_post_backward_final_callback()
 
     @property
     def root(self) -> State:

@@ -235,8 +235,8 @@ SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 # broken there before torch 2.13, which has none. Tried on 2.13.
 try:
     from torch._higher_order_ops.register_hook import register_hook_op as _register_hook
-except ImportError:
-    _register_hook = None
+except ImportError:  # not in every version that is supported
+    _register_hook = "no node calls this"  # type: ignore[assignment]
 REGISTER_HOOK: Any = _register_hook
 
 
