@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from kit.compare import plain
 from kit.harness import IS_BEFORE_2_14, SLOW
@@ -32,6 +33,7 @@ from kit.oracle import (
 )
 from kit.pool import Pool
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import compiled_fsdp
 
@@ -199,6 +201,9 @@ def is_last_backward(api: Api) -> Any:
 
 
 @rows("15.12")
+@pytest.mark.skipif(
+    hasattr(FSDPModule, "finalize_backward"), reason="stock of torch 2.15 has a method for it"
+)
 def test_backward_that_is_ended_by_state(two: Pool) -> None:
     two.run(same, backward_that_is_ended_by_state)
 
