@@ -208,6 +208,7 @@ class Runtime(FullParams):
                         runtime._end_of_forward()
                 transformed.end_of_forward(self.tree)
                 self.tree.end_forward()
+            self.tree.free_kept_for_call()
             if self.num_gathered <= NUM_LOOKED:
                 say_what_is_emptied(self.unit, self._own_memory(), output)
             return self._watch_outputs(output)
@@ -232,6 +233,7 @@ class Runtime(FullParams):
             runtime.close()
         if self.unit.is_outermost:
             self.tree.end_forward()
+        self.tree.free_kept_for_call()
 
     def _end_of_forward(self) -> None:
         self.has_run.clear()
@@ -262,6 +264,10 @@ class Runtime(FullParams):
         )
         stays = self.unit.reshard is False and is_kept and not is_for_graphs(self)
         stays = stays or self in self.tree.transformed
+        if self._stays_for_call():
+            self.keep()
+            self.tree.kept_for_call.setdefault(self)
+            return
         if stays or not self.is_unsharded:
             self.keep()
             self.is_left_over = self.is_unsharded
@@ -273,6 +279,14 @@ class Runtime(FullParams):
                         continue
                     self.slices[param] = KEEP_SLICE(param.gathered.detach(), *param.spec.args())
         self.reshard(keeps_storage=self.tree.has_double)
+
+    def _stays_for_call(self) -> bool:
+        """Whether the rest of the call without gradients that is under way may read what this
+        unit's forward was not to free: a head that computes with the weight of an embedding.
+        """
+        if self.unit.reshard is not False or torch.is_grad_enabled() or self.tree.is_recorded:
+            return False
+        return self.is_unsharded and any(runtime.is_in_forward for runtime in self.tree.members)
 
     # -- backward
 

@@ -72,6 +72,7 @@ class Tree:
     is_recorded: whether the last forward of the outermost module began in grad mode.
     entered: units in the order in which their last forwards began.
     ahead: units whose gathers the running forward has started, by no list of the user's.
+    kept_for_call: units that stay gathered until the call without gradients ends that is under way.
     clock: of its optimizer's steps.
     finalization: what the end of a backward does.
     post_optim_event: what the next forward's gathers are to wait for, beside what the current
@@ -95,6 +96,7 @@ class Tree:
         self.double_step = 0
         self.entered: dict[Runtime, None] = {}
         self.ahead: list[Runtime] = []
+        self.kept_for_call: dict[Runtime, None] = {}
         self.post_optim_event: torch.Event | None = None
         self.is_last_backward = True
         self.has_callback = self.delivers = self.is_recorded = self.creates_graph = (
@@ -230,6 +232,15 @@ class Tree:
         for runtime in self.ahead:
             runtime.outdate_pending()
         self.ahead.clear()
+
+    def free_kept_for_call(self) -> None:
+        """A forward has ended, be it by an exception: if no other is around it, nothing reads what
+        it has kept.
+        """
+        if self.kept_for_call and not any(runtime.is_in_forward for runtime in self.members):
+            kept, self.kept_for_call = self.kept_for_call, {}
+            for runtime in kept:
+                runtime.reshard()
 
     def recover(self) -> None:
         """Before a forward. If a backward began and never ended, an exception ended it: `reset`."""

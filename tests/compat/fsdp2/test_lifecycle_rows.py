@@ -604,6 +604,45 @@ def no_grad_then_training(api: Api) -> Any:
     return out, train_step(call, 1), grads(model), is_sharded(model)
 
 
+class Weight(nn.Module):
+    """A head that computes with the weight of another unit, as lingua's `TiedLinear`."""
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.of.weight)
+
+
+@rows("7.2", "7.9")
+def test_kept_for_another_unit(two: Pool) -> None:
+    two.run(same, kept_for_another_unit)
+
+
+def kept_for_another_unit(api: Api) -> Any:
+    torch.manual_seed(0)
+    embed, found = nn.Linear(6, 6, bias=False), []
+    model = nn.Sequential(embed, nn.Linear(6, 6), Weight(embed))
+    api.fully_shard(model[0], reshard_after_forward=False)
+    api.fully_shard(model[2])
+    call = api.compile(api.fully_shard(model, reshard_after_forward=True))
+    for step in range(2):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                found.append(call(batch(step=step)).clone())
+                if not api.is_stock:
+                    assert all(is_sharded(model))
+        found.append(train_step(call, step))
+        found.append(plain(grads(model)))
+    if api.kind == "eager":
+        model[1].register_forward_hook(lambda *_: 1 / 0)
+        with torch.no_grad():
+            assert raised(lambda: model(batch())) == "ZeroDivisionError"
+        assert all(is_sharded(model[0]))
+    return found
+
+
 @rows("7.10", status="improved")
 def test_update_after_evaluation(two: Pool) -> None:
     """Stock computes with the stale full copy."""
