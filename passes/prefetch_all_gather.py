@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.errors import warn_once
+from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.ir.graph import is_step, move_before, point, preparation
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.planning.plan_fields import DISTANCES
@@ -178,8 +178,9 @@ def _note_lists(gm: GraphModule, lists: list[tuple[str, tuple[str, ...], dict[st
 
 
 def _say_missing(region: Region, units: list[str]) -> None:
+    unit, *lists = (key.split("#")[0] for key in (region.spec.unit, *units))
     warn_once(
-        f"compiled_fsdp: unit {region.spec.unit} is in the prefetch lists of {units}, which "
-        "neither gather nor reduce anything in its graph; so the plan decides when its all-gather "
-        "starts"
+        f"compiled_fsdp: unit {unit!r} is in the prefetch list of {shortened(lists)}, which "
+        "gathers and reduces nothing in its graph, as where blocks are compiled one by one. So the "
+        "plan decides when its all-gather starts"
     )

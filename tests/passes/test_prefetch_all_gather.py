@@ -251,10 +251,10 @@ at the first unit SSWmmRWmmRWWmmRW""",
     def test_a_list_of_a_unit_that_is_not_in_the_graph(self):
         with self.assertWarnsRegex(
             UserWarning,
-            r"unit u1 is in the prefetch lists of \['u9'\], which neither gather nor reduce",
+            r"unit 'u1' is in the prefetch list of u9, which gathers and reduces nothing",
         ):
             self.assertUnchanged(
-                prefetch_all_gather, gathers(2, forward_after={"u1": ("u9",)}), Plan(prefetch=0)
+                prefetch_all_gather, gathers(2, forward_after={"u1": ("u9#4",)}), Plan(prefetch=0)
             )
 
     def test_near_miss_one_unit(self):
