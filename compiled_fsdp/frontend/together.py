@@ -254,9 +254,10 @@ def _axes(unit: Unit) -> list[dist.ProcessGroup]:
     """The groups of a unit's mesh, those of tensor parallelism included.
 
     Where the two are equal, those of the unit's: torch may give a DTensor an equal mesh of earlier
-    days, whose groups are destroyed.
+    days, whose groups are destroyed. Of several widest, that of the first parameter, on all ranks:
+    the order of a set of meshes is another in each process.
     """
-    meshes = {p.sharded.device_mesh for p in unit.params if isinstance(p.sharded, DTensor)}
+    meshes = [p.sharded.device_mesh for p in unit.params if isinstance(p.sharded, DTensor)]
     widest = max(meshes, key=lambda mesh: mesh.size(), default=None)
     return (
         unit.mesh_info.axes

@@ -8,11 +8,18 @@ import random
 import threading
 import time
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from kit.oracle import ShardPlacementResult, needs_meshes_of_their_own
+from kit.passes_harness import fake_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-from compiled_fsdp.frontend.together import REFUSED, Together, as_spans
+from compiled_fsdp import fully_shard
+from compiled_fsdp.frontend.together import REFUSED, Together, _axes, as_spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,3 +169,20 @@ def test_a_mesh_is_few_spans() -> None:
     """
     assert as_spans(range(10_000)) == [(0, 10_000, 1)]
     assert as_spans(range(3, 10_000, 8)) == [(3, 9_996, 8)]
+
+
+@needs_meshes_of_their_own
+@pytest.mark.parametrize("last", [1, 2])
+def test_all_ranks_ask_over_the_same_of_two_meshes(last: int) -> None:
+    """Of a unit whose parameters are cut over two meshes of one size (experts, dense layers), in
+    whatever order a process keeps a set of these: they hash differently in each.
+    """
+    with fake_ranks(4):
+        model = nn.Linear(8, 8)
+        flat = FSDPMeshInfo(init_device_mesh("cpu", (4,)), shard_mesh_dim=0)
+        result = {model.bias: ShardPlacementResult(None, flat)}
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+        sharded = fully_shard(model, mesh=mesh, shard_placement_fn=result.get)
+        with mock.patch.object(DeviceMesh, "__hash__", lambda mesh: int(mesh.ndim == last)):
+            axes = _axes(fully_shard.state(sharded).unit)  # type: ignore[attr-defined]
+        assert [group.size() for group in axes] == [2, 2]
