@@ -259,10 +259,7 @@ class Runtime(FullParams):
             if not lender.is_in_forward and lender not in since:
                 lender._reshard_after_forward((*since, self))
         self.unit.options.consume(WHO, "reshard_after_forward")
-        is_kept = torch.is_grad_enabled() or (
-            self.unit.is_left_in_eval and not torch.is_inference_mode_enabled()
-        )
-        stays = self.unit.reshard is False and is_kept and not is_for_graphs(self)
+        stays = self.unit.reshard is False and torch.is_grad_enabled() and not is_for_graphs(self)
         stays = stays or self in self.tree.transformed
         if self._stays_for_call():
             self.keep()

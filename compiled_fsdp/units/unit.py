@@ -270,13 +270,6 @@ class Unit:
         for flat in self.flats:
             flat.follow_grad_dtype()
 
-    @property
-    def is_left_in_eval(self) -> bool:
-        """Whether a forward without gradients leaves it gathered too: the user has said
-        `reshard_after_forward=False` of the outermost module, and may read parameters after it.
-        """
-        return self.is_outermost and not self.is_auto_reshard and not self.is_flat
-
     def set_reshard(
         self, value: bool | int, post_meshes: Mapping[MeshInfo, DeviceMesh] | None = None
     ) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from kit.beside import WIDTH, Net, Side, beside
-from kit.oracle import KINDS, Api, batch, eager_same, grads, is_sharded
+from kit.oracle import KINDS
 from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 from torch.nn.utils.rnn import PackedSequence
@@ -225,39 +225,3 @@ def test_a_hook_runs_a_backward_inside_of_its_unit(
     two: Pool, is_wrapped: bool, is_view: bool
 ) -> None:
     two.run(alone, implicit, "eager", is_wrapped, is_view)
-
-
-class Headed(nn.Module):
-    """Its loss applies the head, as torchtune's does in chunks, and reads its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
-
-def test_read_after_an_evaluation(two: Pool) -> None:
-    two.run(eager_same, read_after_an_evaluation)
-
-
-def read_after_an_evaluation(api: Api) -> Any:
-    """Outermost, with `reshard_after_forward=False`: gathered after a forward without gradients
-    too, and not with what a step has made stale.
-    """
-    model = api.units(Headed(), "body", reshard_after_forward=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    seen: list[Any] = []
-    for step in range(2):
-        for is_training in (True, False):
-            with torch.set_grad_enabled(is_training):
-                out = model(batch(step=step))
-                loss = (model.head(out) + out @ model.head.weight).square().mean()
-            seen.append((loss.detach(), is_sharded(model.head)))
-            if is_training:
-                loss.backward()
-                seen.append(grads(model))
-                optimizer.step()
-                optimizer.zero_grad()
-    return seen
