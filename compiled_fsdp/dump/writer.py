@@ -66,7 +66,7 @@ def folder() -> Path | None:
 @contextmanager
 def dumped_to(path: str | Path) -> Iterator[Path]:
     """Write dumps of graphs compiled inside to `path`; compile caches are bypassed, so that every
-    pass runs.
+    pass runs. The first graph of a process removes what an earlier one has left in the folder.
     """
     global _folder
     if not isinstance(path, str | Path):

@@ -3,13 +3,13 @@ words: of a unit of ours.
 
     group = module._get_fsdp_state()._fsdp_param_group
     group.mesh_info.shard_mesh_size, [p.sharded_param for p in group.fsdp_params]
-    group.post_forward_mesh_info = None     # evaluation: keep what a forward has gathered
+    group.post_forward_mesh_info = None     # as reshard_after_forward=False
 
 Names that torch has and ours lacks raise an AttributeError that says which there are, read or
 written: a program that asks by `hasattr` goes another way, and a write is not lost.
 
-Private torch used here (tried on 2.13): the attributes of `FSDPState`, by name, and `FSDPMeshInfo`,
-`HSDPMeshInfo` and `DDPMeshInfo` of `_fsdp_common`.
+Private torch used here (tried on 2.11, 2.13 and 2.15): the attributes of `FSDPState`, by name, and
+`FSDPMeshInfo`, `HSDPMeshInfo` and `DDPMeshInfo` of `_fsdp_common`.
 """
 
 from __future__ import annotations

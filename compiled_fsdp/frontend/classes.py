@@ -270,7 +270,8 @@ def _why_sharded(state: State) -> str:
         )
     return (
         "was not called, but another method of it, or its forward(...) by name, which passes over "
-        "the hooks that gather. Call the module itself; or call "
+        "the hooks that gather; or its call has ended, which leaves nothing gathered where no "
+        "gradient is asked for. Call the module itself; or call "
         "register_fsdp_forward_method(sharded_module, name) for that method, or "
         "sharded_module.unshard() before and .reshard() after it"
     )
