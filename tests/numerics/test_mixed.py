@@ -268,7 +268,8 @@ def not_forward() -> None:
     assert str(caught.value) == (
         "Linear was called while its parameter first.weight is sharded: its unit 'Speaker' was not "
         "called, but another method of it, or its forward(...) by name, which passes over the "
-        "hooks that gather. Call the module itself; or call "
+        "hooks that gather; or its call has ended, which leaves nothing gathered where no gradient "
+        "is asked for. Call the module itself; or call "
         "register_fsdp_forward_method(sharded_module, name) for that method, or "
         "sharded_module.unshard() before and .reshard() after it"
     )
