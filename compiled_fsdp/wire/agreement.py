@@ -10,8 +10,9 @@ too: Dynamo may have given it up on one rank alone. A reduction outside a graph 
 is of other parameters than the unit's last one. So is the list of parameters before the first
 step.
 
-Where to read on: how texts are compared (`comparison.py`), what the watcher thread does
-(`answers.py`), ranks that do not come (`absence.py`), the errors (`divergence.py`).
+Where to read on: how texts are compared (`comparison.py`), where ranks parted before that was
+noticed (`parting.py`), what the watcher thread does (`answers.py`), ranks that do not come
+(`absence.py`), the errors (`divergence.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from compiled_fsdp.torch_private.groups import group_named, group_store, group_t
 from . import comparison, leaving
 from .absence import not_there, note_goes_on, say_at_exit
 from .answers import watcher
-from .comparison import reasons, refuse, settle
+from .comparison import difference, refuse, settle
 from .divergence import CommunicationError, DivergenceError, describe
 from .meeting import meet
 from .members import Member, members, others, texts_of
@@ -78,7 +79,7 @@ def _run(group: Member, text: str, *, asks: Asks, may_leave: bool, why: str) -> 
             _forget_run(group, attempt + 1)
             raise leaving.LeftGraph(others(group, leavers))
         refuse(group, group.number, attempt + 1, stays)
-    raise DivergenceError(describe(group.process_group, texts, reasons(group, group.number)))
+    raise DivergenceError(difference(group, group.number, texts))
 
 
 def _forget_run(group: Member, attempt: int) -> None:

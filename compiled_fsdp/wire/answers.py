@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .absence import why_not
-from .comparison import reasons, refuse, settle
-from .divergence import describe
+from .comparison import difference, refuse, settle
 from .members import Member, members, texts_of
 from .own_groups import second_of
 from .watcher import Watcher, pause
@@ -101,7 +100,7 @@ def _compare(group: Member, number: int, mine: str) -> None:
     if texts:
         if leavers:
             refuse(group, number, attempt + 1, "all ranks had run it before, so that it had begun")
-        _fail(group, describe(group.process_group, texts, reasons(group, number)))
+        _fail(group, difference(group, number, texts))
 
 
 def _fail(group: Member, text: str) -> None:

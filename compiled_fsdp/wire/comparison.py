@@ -22,8 +22,8 @@ import time
 from compiled_fsdp.ir.sequence import same_where_known
 from compiled_fsdp.torch_private.groups import group_timeout
 
-from . import absence, leaving
-from .divergence import DivergenceError
+from . import absence, leaving, parting
+from .divergence import DivergenceError, describe
 from .members import Member, key_of, texts_of
 from .watcher import pause
 
@@ -60,6 +60,7 @@ def exchange(group: Member, number: int, text: str, attempt: int = 0) -> list[st
         return None
     if group.why and leaving.is_outside(text):
         group.store.set(f"{number}/reason/{group.rank}", f"is outside: {group.why}")
+    parting.publish(group, number)
     group.store.set(f"{key}/text/{group.rank}", text)
     begin, texts = time.monotonic(), [""] * group.size
     while not all(texts) and time.monotonic() - begin < _patience(group, texts):
@@ -121,7 +122,17 @@ def refuse(group: Member, number: int, attempt: int, why: str) -> None:
     group.store.set(f"{key}/{group.rank}", texts_of.key(leaving.STAYS))
 
 
-def reasons(group: Member, number: int) -> list[str]:
+def difference(group: Member, number: int, texts: list[str]) -> str:
+    """The error for ranks whose texts of a run differ."""
+    return describe(
+        group.process_group,
+        texts,
+        _reasons(group, number),
+        parting.parting(group, number, texts),
+    )
+
+
+def _reasons(group: Member, number: int) -> list[str]:
     """What each rank of a group has said of its run, "" for those that have not."""
     keys = [f"{number}/reason/{rank}" for rank in range(group.size)]
     return [group.store.get(key).decode() if group.store.check([key]) else "" for key in keys]

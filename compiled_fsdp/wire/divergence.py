@@ -30,10 +30,13 @@ class CommunicationError(RuntimeError):
 
 
 def describe(
-    process_group: dist.ProcessGroup, texts: list[str], reasons: Sequence[str] = ()
+    process_group: dist.ProcessGroup,
+    texts: list[str],
+    reasons: Sequence[str] = (),
+    parting: Sequence[str] = (),
 ) -> str:
     """The error for texts that differ: who has which, and the first difference as a diff; what
-    ranks say of why, and what to do.
+    ranks say of why, where they parted before, and what to do.
     """
     ranks = dist.get_process_group_ranks(process_group)
     kinds: dict[str, list[int]] = {}
@@ -79,6 +82,7 @@ def describe(
             *names,
             *lines,
             *said,
+            *parting,
             "Ranks that share a group must run the same collectives in the same order. "
             f"{do}; none of this was communicated",
         ]

@@ -212,6 +212,75 @@ def test_two_known_branches(broken: Pool) -> None:
         broken.close()  # its connections are broken
 
 
+def parted_before() -> tuple[str, float]:
+    """Rank 1 runs what all know once more than rank 0; then something new."""
+    group = group_of_world()
+    for text in ("a graph", "a graph", "unit b outside a graph\ngather of b.weight", "a graph"):
+        agreement.before_run(text, [group])
+
+    def run() -> None:
+        eagerly = ["unit b outside a graph\ngather of b.weight"] if dist.get_rank() else []
+        for text in (*eagerly, "a graph", "a graph"):
+            agreement.before_run(text, [group])
+        if dist.get_rank() == 0:
+            agreement.before_run("a third", [group])
+        wait_until(lambda: agreement.failure(group))
+        raise RuntimeError(agreement.failure(group))
+
+    return error_of(run)
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    """It may come by the watcher, as it does where a rank waits in a collective."""
+    begin = time.monotonic()
+    while not is_so() and time.monotonic() - begin < SOON:
+        time.sleep(0.05)
+
+
+def test_ranks_that_parted_before(broken: Pool) -> None:
+    """The error says where, and not only what differs when it is noticed."""
+    try:
+        answers = broken.run(parted_before)
+    finally:
+        broken.close()  # its connections are broken
+    check_told(
+        answers,
+        "They parted at run 5; this is run 7.",
+        """
+--- rank 0, runs 3 to 6
++++ rank 1
+ unit b outside a graph: gather of b.weight
+ a graph
++unit b outside a graph: gather of b.weight
+ a graph
+-a graph
+""",
+    )
+
+
+def group_of_world() -> str:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.group_name
+
+
+def sizes_that_one_rank_knows() -> tuple[str, float]:
+    """A size is a symbol on one rank; a run that differs by that alone is the same."""
+    group = group_of_world()
+    for text in ("a graph\nof ?" if dist.get_rank() else "a graph\nof 4", "another"):
+        agreement.before_run(text, [group])
+    return error_of(lambda: agreement.before_run(f"of rank {dist.get_rank()}", [group]))
+
+
+def test_ranks_that_part_now(broken: Pool) -> None:
+    """A near miss: they had not parted before."""
+    try:
+        answers = broken.run(sizes_that_one_rank_knows)
+    finally:
+        broken.close()  # its connections are broken
+    check_told(answers, "of rank 0")
+    assert not any("They parted" in text for text, _ in answers)
+
+
 # -- ranks of which some have no graph
 
 WAYS = ("printing", "printing, a root of no parameters", "printing at first", "not compiled")
