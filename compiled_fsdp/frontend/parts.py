@@ -29,6 +29,7 @@ ONE_BY_ONE: tuple[type[optim.Optimizer], ...] = (
     optim.NAdam,
     optim.RAdam,
     optim.RMSprop,
+    optim.Rprop,
     optim.SGD,
 )
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import compiled_fsdp
-from compiled_fsdp import compile_step, explain, fully_shard, planned
+from compiled_fsdp import compile_step, explain, fully_shard, overlap_optimizer, planned
 from compiled_fsdp.planning.memory import profile
 
 if TYPE_CHECKING:
@@ -457,6 +457,52 @@ def compare_deep() -> None:
 
 def test_checkpointing_and_offload(two: Pool) -> None:
     two.run(compare_deep, timeout=SLOW)
+
+
+def train(way: str, optimizer: Callable[..., torch.optim.Optimizer]) -> list[Any]:
+    """Both ranks see the same, so that the mean of their gradients is the unsharded model's."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh())
+    if way != "unsharded":
+        fully_shard(model[0])
+        fully_shard(model)
+    made = optimizer(model.parameters())
+    if way == "overlap":
+        overlap_optimizer(model, made)
+    step = None
+    if way == "whole":
+        step = compile_step(model, made, _square, backend=BACKENDS["compiled"])
+    losses = []
+    for i in range(4):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(i))
+        loss = _square(model, x) if step is None else step(x)
+        losses.append(loss.item())
+        if step is None:
+            loss.backward()
+            made.step()
+            made.zero_grad()
+    return [losses, [p.full_tensor() if way != "unsharded" else p for p in model.parameters()]]
+
+
+def _square(model: Any, x: Any) -> Any:
+    return model(x).square().mean()
+
+
+def compare_without_dtensors() -> None:
+    for optimizer in (
+        lambda p: torch.optim.Rprop(p, lr=0.01),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+        lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    ):
+        wanted = train("unsharded", optimizer)
+        for way in ("overlap", "whole"):
+            check_equal(train(way, optimizer), wanted, way)
+
+
+def test_optimizers_that_step_no_dtensors(two: Pool) -> None:
+    """Torch, at 2.13, has no rule for what these do to DTensors; local tensors they can step."""
+    two.run(compare_without_dtensors, timeout=SLOW)
 
 
 class Broken(nn.Module):
