@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from kit import shuffled
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
@@ -38,10 +40,18 @@ if TYPE_CHECKING:
 GRACE = 5.0  # seconds that the other ranks get once one has failed
 _numbers = itertools.count()  # of what a worker has run
 START = 120.0  # seconds for a pool to import torch and meet
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # Of what workers are forked from, which imports `kit.shuffled` before anything else.
+    "PYTHONPATH": os.pathsep.join(
+        [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ),
+}
 EVERY_PASS = "TESTS_VERIFY_EVERY_PASS"
 # What a worker has imported once it has compiled a model; what is not there, it imports by itself.
 IMPORTS = [
+    "kit.shuffled",
     "torch",
     "torch._dynamo.backends.inductor",
     "torch._dynamo.repro.after_dynamo",
@@ -206,6 +216,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
 
         import compiled_fsdp
 
+        shuffled.shuffle(rank)
         torch.set_num_threads(1)
         use_scalar_kernels()
         compile_quickly()
