@@ -280,3 +280,50 @@ def not_forward() -> None:
     reference.speak(x).sum().backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(p.grad.full_tensor(), 2 * q.grad)
+
+
+class Headless(nn.Module):
+    """Its head is for the loss to apply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).relu()
+
+
+def head_in_the_loss() -> None:
+    """Behind a graph it has nothing to compute with; what the error advises is right."""
+    torch.manual_seed(0)
+    reference = Headless()
+    x = torch.ones(2, 6)
+    reference.head(reference(x)).sum().backward()
+
+    model = copy.deepcopy(reference)
+    model.zero_grad()
+    fully_shard(model)
+    call = torch.compile(model, backend=BACKEND)
+    with pytest.raises(RuntimeError) as caught:
+        model.head(call(x))
+    assert str(caught.value) == (
+        "Linear was called while its parameter head.weight is sharded: its unit 'Headless' is in a "
+        "graph, which leaves nothing gathered behind it. Give this module a unit of its own, by "
+        "fully_shard before its parent's; or compile what calls it together with the model; or, "
+        "for another method of a sharded module, call "
+        "register_fsdp_forward_method(sharded_module, name)"
+    )
+    own = copy.deepcopy(reference)
+    own.zero_grad()
+    fully_shard(own.head)
+    fully_shard(own)
+    hidden = torch.compile(own, backend=BACKEND)
+    together = torch.compile(lambda x: model.head(model(x)), backend=BACKEND, fullgraph=True)
+    for each, run in ((own, lambda x: own.head(hidden(x))), (model, together)):
+        run(x).sum().backward()
+        for p, q in zip(each.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(p.grad.full_tensor(), q.grad)
+
+
+def test_a_head_that_the_loss_applies(two: Pool) -> None:
+    two.run(head_in_the_loss)
