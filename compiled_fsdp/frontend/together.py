@@ -186,11 +186,11 @@ def _combine(answers: list[tuple[int, list[Wish]]]) -> tuple[int, list[Wish]]:
 # -- the ranks of a model
 
 
-_models: weakref.WeakSet[Together] = weakref.WeakSet()
+_models: list[weakref.ref[Together]] = []  # copied at once, while the main thread may add to it
 
 
 def _look(_: int) -> None:
-    models = list(_models)
+    models = [model for known in list(_models) if (model := known()) is not None]
     for model in models:
         model.look()
     while any(model.holds for model in models):
@@ -231,7 +231,8 @@ def meet(units: Sequence[Unit]) -> Together:
     made = Together(store, sorted(ranks), dist.get_rank())
     made.is_sharding = any(flat.mesh_info.shard_size > 1 for unit in units for flat in unit.flats)
     if has_others:
-        _models.add(made)
+        _models[:] = [known for known in _models if known() is not None]
+        _models.append(weakref.ref(made))
         _watcher.start()
     return made
 

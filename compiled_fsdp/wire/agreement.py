@@ -30,7 +30,7 @@ from .answers import watcher
 from .comparison import difference, refuse, settle
 from .divergence import CommunicationError, DivergenceError, describe
 from .meeting import meet
-from .members import Member, members, others, texts_of
+from .members import Member, members, others
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,15 +60,14 @@ def before_run(text: str, groups: Sequence[str], *, asks: Asks = "if new", why: 
 
 def _run(group: Member, text: str, *, asks: Asks, may_leave: bool, why: str) -> bool:
     note_goes_on()
-    group.number += 1
-    group.runs.append(texts_of.key(text))
-    step = group.step_to(group.number)
+    number = group.count(text)
+    step = group.step_to(number)
     begun, group.attempt = group.attempt, 0
     group.why = why
     if not begun and asks != "anew" and (asks == "never" or step in group.agreed):
         group.agreed.add(step)
         return False
-    texts, leavers, attempt = settle(group, group.number, text, begun)
+    texts, leavers, attempt = settle(group, number, text, begun)
     if not texts:
         group.agreed.add(step)
         return attempt > begun
@@ -76,17 +75,11 @@ def _run(group: Member, text: str, *, asks: Asks, may_leave: bool, why: str) -> 
         stays = "its graph has collectives over several groups, of which one asks first"
         stays = leaving.why_stays(group.process_group) if may_leave else stays
         if not stays:
-            _forget_run(group, attempt + 1)
+            group.forget_run()
+            group.attempt = attempt + 1
             raise leaving.LeftGraph(others(group, leavers))
-        refuse(group, group.number, attempt + 1, stays)
-    raise DivergenceError(difference(group, group.number, texts))
-
-
-def _forget_run(group: Member, attempt: int) -> None:
-    """The run has not taken place; the next one has its number."""
-    group.runs.pop()
-    group.number -= 1
-    group.attempt = attempt
+        refuse(group, number, attempt + 1, stays)
+    raise DivergenceError(difference(group, number, texts))
 
 
 def agree(process_group: dist.ProcessGroup, text: str) -> list[str] | None:
@@ -96,9 +89,7 @@ def agree(process_group: dist.ProcessGroup, text: str) -> list[str] | None:
     group = member_of(process_group.group_name)
     if group is None:
         return None
-    group.number += 1
-    group.runs.append(texts_of.key(text))
-    return comparison.exchange(group, group.number, text)
+    return comparison.exchange(group, group.count(text), text)
 
 
 def everyones(name: str, what: str, mine: str) -> list[str]:

@@ -89,7 +89,8 @@ def _answer(group: Member, beat: int) -> None:
         store.set(f"{number}/{group.rank}", mine)
     others = [r for r in range(group.size) if store.check([f"{number}/{r}"])]
     if all(store.get(f"{number}/{r}").decode() == mine for r in others):
-        group.settled = number if len(others) == group.size else group.settled
+        if len(others) == group.size:
+            group.settled = max(group.settled, number)
         return
     _compare(group, number, mine)
 

@@ -1,9 +1,14 @@
-"""What this process knows of each group of ranks, for their agreement (`agreement.py`)."""
+"""What this process knows of each group of ranks, for their agreement (`agreement.py`).
+
+[Note: two threads]
+The main thread counts runs, and the watcher (`answers.py`) tells others which they were, at any
+moment. So what it reads of a run is one entry of a dict, written at once, and never follows from
+two fields that are written one after the other.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +26,7 @@ KEPT = 10_000  # runs that a rank can tell about later
 class Member:
     """One group, as far as this process knows it.
 
-    number, runs: how many runs there were, and the digests of the last.
+    number, runs: how many runs there were, and the digests of the last, by number.
     agreed: pairs of digests, of a run and of the one before it, that all ranks had at the same run.
     settled: a run number up to which nobody has to be answered.
     failure: what the watcher found out while the main thread was busy.
@@ -40,7 +45,7 @@ class Member:
     store: Any
     watched: Any
     number: int = 0
-    runs: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
+    runs: dict[int, str] = field(default_factory=dict)
     agreed: set[tuple[str, str]] = field(default_factory=set)
     failure: str = ""
     settled: int = 0
@@ -51,10 +56,22 @@ class Member:
     num_waits: int = 0
     words: dict[int, tuple[str, float]] = field(default_factory=dict)
 
+    def count(self, text: str) -> int:
+        """A run of this text begins. Returns its number."""
+        number = self.number + 1
+        self.runs[number] = texts_of.key(text)
+        self.number = number
+        self.runs.pop(number - KEPT, None)
+        return number
+
+    def forget_run(self) -> None:
+        """The last run has not taken place; the next one has its number."""
+        self.number -= 1
+        del self.runs[self.number + 1]
+
     def digest_of_run(self, number: int) -> str:
         """Returns the digest of a run's text; "" for one that is too long ago, or to come."""
-        at = number - (self.number - len(self.runs)) - 1
-        return self.runs[at] if 0 <= at < len(self.runs) else ""
+        return self.runs.get(number, "")
 
     def step_to(self, number: int) -> tuple[str, str]:
         """The digests of the run before and of this one."""

@@ -184,7 +184,7 @@ def test_the_programs_cover_everything() -> None:
     worlds = {("world", 2), ("world", 4)}
     assert not {*FORWARD, *SETUP, *LOOP, *WAYS, *OPTIMIZERS} - said
     assert not (kinds | flags | worlds) - said
-    gone = {row for row in VARIANTS if "::test_random_programs[" in row}
+    gone = {row for row in VARIANTS if "test_programs.py::test_random_programs[" in row}
     rest = range(NUM_ALWAYS, 100, CHUNK)
     names = {f"programs/test_programs.py::test_random_programs[{first}]" for first in rest}
     assert gone == names, "what variants.py leaves out is the rest"

@@ -4,6 +4,7 @@ what differs.
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compiled_fsdp
 from compiled_fsdp import DivergenceError, fully_shard, warmup
-from compiled_fsdp.wire import absence, agreement, comparison, members
+from compiled_fsdp.wire import absence, agreement, answers, comparison, members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -256,6 +257,36 @@ def test_ranks_that_parted_before(broken: Pool) -> None:
 -a graph
 """,
     )
+
+
+def counted_slowly(text: str, seconds: float) -> None:
+    """Between the moments at which a run begins and is known, rank 1's watcher is asked; or, where
+    all know the text, finds itself at the same run for long.
+    """
+    group = group_of_world()
+    for each in (*SOME_RUNS, *SOME_RUNS):
+        agreement.before_run(each, [group])
+    key = members.texts_of.key
+
+    def slow(value: str) -> str:
+        if value == text and threading.current_thread() is threading.main_thread():
+            time.sleep(seconds)
+        return key(value)
+
+    slowly = mock.patch.object(members.texts_of, "key", slow if dist.get_rank() else key)
+    with slowly, mock.patch.object(answers, "STUCK_S", 0.5):
+        agreement.before_run(text, [group])
+        dist.barrier()  # rank 0 waits for rank 1, as in a collective
+    assert not agreement.failure(group)
+
+
+SOME_RUNS = ("a graph", "unit b outside a graph\ngather of b.weight", "a graph of c")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("a graph that is new", 2.5), (SOME_RUNS[0], 4.5)])
+def test_a_watcher_that_looks_while_a_run_is_counted(two: Pool, text: str, seconds: float) -> None:
+    """It says what this rank has run, and not the run before."""
+    two.run(counted_slowly, text, seconds)
 
 
 def group_of_world() -> str:
