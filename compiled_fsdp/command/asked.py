@@ -45,11 +45,13 @@ def value_of(name: str, text: str) -> Any:
     """A value of a field of a plan; some only go with another field, which `check` sees.
 
     Raises:
-        AskedError: there is no such field.
+        AskedError: there is no such field, or it is the script's to set.
     """
     known = [field for field in ASKED if field != "costs"]
     if name not in known:
-        raise AskedError(f"--plan, --sweep: {name!r} is no field of Plan; it has {known}")
+        raise AskedError(
+            f"--plan, --sweep: {name!r} is no field that can be set here; those are {known}"
+        )
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

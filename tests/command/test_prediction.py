@@ -318,7 +318,7 @@ def test_why_a_combination_failed(code: int, written: str, why: str) -> None:
 
 def test_what_is_asked() -> None:
     assert axis_of("env:SHARD=8, 64") == ("env:SHARD", ["8", "64"])
-    with pytest.raises(AskedError, match="'costs' is no field of Plan"):
+    with pytest.raises(AskedError, match="'costs' is no field that can be set here"):
         axis_of("costs=1")
 
 

@@ -292,7 +292,7 @@ def test_what_cannot_be_simulated(
             ["--report", "page.html"],
             "the page is about compiled graphs of ours, and the script has",
         ),
-        (["--plan", "budget=1"], "'budget' is no field of Plan; it has"),
+        (["--plan", "budget=1"], "'budget' is no field that can be set here; those are"),
         (["--steps", "0"], "--steps 0; should be how many steps to time, 1 or more"),
         (["--plan", "prefetch=-1"], "prefetch=-1; should be a number of units"),
         (["--plan", "prefetch"], "'prefetch' should be like memory_budget=0.5"),
