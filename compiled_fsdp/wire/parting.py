@@ -56,7 +56,8 @@ def parting(group: Member, number: int, texts: Sequence[str]) -> list[str]:
     ranks = dist.get_process_group_ranks(group.process_group)
     shown = max(0, apart - 2)
     diff = difflib.unified_diff(
-        *([_head(text) for text in texts[shown:]] for texts in (mine, theirs)),
+        [_head(text) for text in mine[shown:]],
+        [_head(text) for text in theirs[shown:]],
         f"rank {ranks[one]}, runs {start + shown} to {number - 1}",
         f"rank {ranks[two]}",
         lineterm="",
