@@ -54,6 +54,7 @@ def parting(group: Member, number: int, texts: Sequence[str]) -> list[str]:
     if apart is None:
         return []
     ranks = dist.get_process_group_ranks(group.process_group)
+    when = "by" if apart == 0 and start > 1 else "at"  # what was before is not looked through
     shown = max(0, apart - 2)
     diff = difflib.unified_diff(
         [_head(text) for text in mine[shown:]],
@@ -64,8 +65,8 @@ def parting(group: Member, number: int, texts: Sequence[str]) -> list[str]:
         n=2,
     )
     return [
-        f"They parted at run {start + apart}; this is run {number}. Those between were known to "
-        "all ranks, and such runs are counted, not compared:",
+        f"They parted {when} run {start + apart}; this is run {number}. Those between were known "
+        "to all ranks, and such runs are counted, not compared:",
         *(line for line in list(diff)[:SHOWN] if not line.startswith("@@")),
     ]
 
