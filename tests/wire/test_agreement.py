@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compiled_fsdp
 from compiled_fsdp import DivergenceError, fully_shard, warmup
-from compiled_fsdp.wire import absence, agreement, answers, comparison, members
+from compiled_fsdp.wire import absence, agreement, answers, comparison, members, parting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -213,7 +213,7 @@ def test_two_known_branches(broken: Pool) -> None:
         broken.close()  # its connections are broken
 
 
-def parted_before() -> tuple[str, float]:
+def parted_before(kept: int) -> tuple[str, float]:
     """Rank 1 runs what all know once more than rank 0; then something new."""
     group = group_of_world()
     for text in ("a graph", "a graph", "unit b outside a graph\ngather of b.weight", "a graph"):
@@ -223,9 +223,10 @@ def parted_before() -> tuple[str, float]:
         eagerly = ["unit b outside a graph\ngather of b.weight"] if dist.get_rank() else []
         for text in (*eagerly, "a graph", "a graph"):
             agreement.before_run(text, [group])
-        if dist.get_rank() == 0:
-            agreement.before_run("a third", [group])
-        wait_until(lambda: agreement.failure(group))
+        with mock.patch.object(parting, "KEPT", kept):
+            if dist.get_rank() == 0:
+                agreement.before_run("a third", [group])
+            wait_until(lambda: agreement.failure(group))
         raise RuntimeError(agreement.failure(group))
 
     return error_of(run)
@@ -238,12 +239,18 @@ def wait_until(is_so: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_ranks_that_parted_before(broken: Pool) -> None:
-    """The error says where, and not only what differs when it is noticed."""
+@pytest.mark.parametrize("kept", [parting.KEPT, 2])
+def test_ranks_that_parted_before(broken: Pool, kept: int) -> None:
+    """The error says where, and not only what differs when it is noticed; of ranks that parted
+    before all that is looked through, by when.
+    """
     try:
-        answers = broken.run(parted_before)
+        answers = broken.run(parted_before, kept)
     finally:
         broken.close()  # its connections are broken
+    if kept == 2:
+        check_told(answers, "They parted by run 5; this is run 7.", "rank 0, runs 5 to 6")
+        return
     check_told(
         answers,
         "They parted at run 5; this is run 7.",
