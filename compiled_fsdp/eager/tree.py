@@ -70,6 +70,7 @@ class Tree:
         until a whole backward that does not record itself, or an optimizer's step.
     double_step: how often optimizers had stepped then.
     is_recorded: whether the last forward of the outermost module began in grad mode.
+    was_recorded: whether any call of it has, in a graph or eagerly.
     entered: units in the order in which their last forwards began.
     ahead: units whose gathers the running forward has started, by no list of the user's.
     kept_for_call: units that stay gathered until the call without gradients ends that is under way.
@@ -99,9 +100,8 @@ class Tree:
         self.kept_for_call: dict[Runtime, None] = {}
         self.post_optim_event: torch.Event | None = None
         self.is_last_backward = True
-        self.has_callback = self.delivers = self.is_recorded = self.creates_graph = (
-            self.has_double
-        ) = False
+        self.has_callback = self.delivers = self.creates_graph = self.has_double = False
+        self.is_recorded = self.was_recorded = False
 
     def in_order(self) -> list[Runtime]:
         """The units by their numbers: the same on every rank, which a set's own order is not."""

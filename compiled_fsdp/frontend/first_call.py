@@ -325,7 +325,7 @@ def _after_step(optimizer: torch.optim.Optimizer) -> None:
     """Count the step for the models that it trains; the first one is summed up, on rank 0.
 
     A step before any backward is none: `torch.distributed.checkpoint` makes one to find out what
-    state an optimizer has.
+    state an optimizer has. One behind a forward that was to have a backward is announced.
     """
     if optimizer not in _trained:
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -337,6 +337,28 @@ def _after_step(optimizer: torch.optim.Optimizer) -> None:
         is_step = tree.clock.count or has_trained([runtime.unit for runtime in tree.members])
         if is_step and tree.clock.tick(optimizer):
             after_first_step(tree)
+        elif not is_step and tree.was_recorded:
+            _say_no_gradients(optimizer, tree)
+
+
+def _say_no_gradients(optimizer: torch.optim.Optimizer, tree: Tree) -> None:
+    """A step without a gradient, behind a forward with them: `backward(inputs=...)` asks autograd
+    for those of tensors that no graph has seen, and is silent about it.
+    """
+    units = [runtime.unit for runtime in tree.in_order()]
+    params = [p for unit in units for p in unit.params if p.sharded.requires_grad]
+    if any(unit.has_gradients for unit in units) or any(p.sharded.grad is not None for p in params):
+        return
+    if not params:
+        return
+    warn_once(
+        f"compiled_fsdp: {type(optimizer).__name__}.step(): no gradient has come to its parameters "
+        f"({shortened([p.fqn for p in params])}), whose model was called in grad mode, so that the "
+        "step changes nothing. "
+        "loss.backward(inputs=[*model.parameters()]) gives none to sharded parameters, which are "
+        "not what the graph was recorded of: call backward without `inputs`, and freeze what is to "
+        "get no gradient (p.requires_grad_(False))"
+    )
 
 
 def _holds(tree: Tree, params: set[int]) -> bool:

@@ -221,6 +221,8 @@ class State(AsStock):
             self.together.is_inlined = True
         elif self.unit.is_outermost:
             self._count_call()
+        is_recorded = torch.is_grad_enabled() and not in_backward()
+        tree.was_recorded |= self.unit.is_outermost and is_recorded
         called = tree.in_order() if self.unit.is_outermost else [self.runtime]
         self._say_what_was_ignored(called)
         for runtime in called:

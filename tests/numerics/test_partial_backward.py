@@ -7,6 +7,7 @@ they had not been.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,7 @@ from kit.harness import mesh_of
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
-from compiled_fsdp import fully_shard, overlap_optimizer
+from compiled_fsdp import errors, fully_shard, overlap_optimizer
 from compiled_fsdp.frontend.state import states_below
 
 if TYPE_CHECKING:
@@ -203,6 +204,39 @@ def full_bytes(model: Any) -> int:
         p for state in states_below(model) for p in state.unit.params if p.unsharded is not None
     ]
     return sum(p.unsharded.untyped_storage().nbytes() for p in params)
+
+
+def test_a_step_without_gradients_says_so(two: Pool) -> None:
+    two.run(step_without_gradients)
+
+
+def step_without_gradients() -> None:
+    """`backward(inputs=parameters)` asks for those of tensors that no graph has seen. A step
+    without a forward in grad mode (which makes an optimizer's state), one of what is frozen, and
+    one with gradients are nobody's mistake.
+    """
+    setup = Setup("compiled")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        setup.optimizer.step()
+        with torch.no_grad():
+            setup.loss(0)
+        setup.optimizer.step()
+        setup.model.requires_grad_(False)
+        setup.loss(1)
+        setup.optimizer.step()
+        setup.model.requires_grad_(True)
+    setup.loss(2)[0].backward(inputs=list(setup.model.parameters()))
+    with pytest.warns(UserWarning, match=r"no gradient has come to its parameters \(0.weight"):
+        setup.optimizer.step()
+    assert setup.grads() == [None] * 6
+    errors._said.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        setup.loss(3)[0].backward()
+        setup.optimizer.step()
+        setup.optimizer.zero_grad()
+        setup.optimizer.step()
 
 
 class Branches(nn.Module):
