@@ -254,7 +254,7 @@ class FlatShardBuffer(FlatBuffer):
         flat: Any = self.keeper.flat_param
         originals = flat._params or ()
         return (
-            self.data.data_ptr(),
+            self.num_replaced,
             self.data._version,
             flat._version,
             *(p._version for p in originals),
@@ -268,7 +268,7 @@ class FlatShardBuffer(FlatBuffer):
         if flat.data_ptr() == self.data.data_ptr() and flat.dtype == self.data.dtype:
             return
         if flat.device == self.data.device:
-            self.data.data = flat.data
+            self.replace_memory(flat.data)
             return
         self.unit.forget_handles()
         self.become(nn.Parameter(flat.data, requires_grad=self.data.requires_grad))

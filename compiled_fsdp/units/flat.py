@@ -59,6 +59,7 @@ class FlatBuffer:
         ("rows": not reduced at all, "partial": over the shard axis only) and offset.
     read: what the first graph of a forward has read.
     reduced_last: the names of parameters whose gradients an eager backward has reduced last.
+    num_replaced: how often its memory was replaced; addresses come again.
     owner: what the ops of graphs find by `data`.
     """
 
@@ -75,6 +76,7 @@ class FlatBuffer:
     ahead: GatheredAhead = field(default_factory=GatheredAhead)
     read: ReadByGraphs = field(default_factory=ReadByGraphs)
     reduced_last: str = ""
+    num_replaced: int = 0
     owner: BufferOwner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,7 +146,13 @@ class FlatBuffer:
     def become(self, data: nn.Parameter) -> None:
         """Have another parameter for a buffer."""
         self.data = data
+        self.num_replaced += 1
         self._own_data()
+
+    def replace_memory(self, data: Tensor) -> None:
+        """Have other memory on the same device, in the same parameter, which graphs know."""
+        self.data.data = data
+        self.num_replaced += 1
 
     def set_requires_grad(self, value: bool) -> None:
         """Begin or cease to be a leaf that gets a gradient."""
@@ -235,7 +243,7 @@ class FlatBuffer:
         told of otherwise (`resident.num_steps`); of others `check_unwritten` says so.
         """
         both = (tensor for p in self.params for tensor in (p.sharded, p.local))
-        return self.data.data_ptr(), self.data._version, *(tensor._version for tensor in both)
+        return self.num_replaced, self.data._version, *(tensor._version for tensor in both)
 
     def written(self) -> tuple[int, ...]:
         """As `version`; also what optimizers write, of checked units, changes it."""

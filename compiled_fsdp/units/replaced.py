@@ -47,7 +47,7 @@ def bring_back(flat: FlatBuffer, *, is_moved: bool = False) -> None:
         for param, local in pairs:
             _place(param, local, flat.local_view(fresh, param))
         if flat.data.device.type == fresh.device.type:
-            flat.data.data = fresh
+            flat.replace_memory(fresh)
             return
     flat.unit.forget_handles()  # e.g. from meta: `.data` cannot change the device
     flat.become(nn.Parameter(fresh, requires_grad=flat.data.requires_grad))

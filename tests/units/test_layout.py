@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import fully_shard
+from compiled_fsdp.frontend.state import get_state
 from compiled_fsdp.units import unwritten
 from compiled_fsdp.units.layout import flat_layout
 
@@ -167,6 +170,24 @@ def test_zero_grad(pair: tuple[nn.Module, nn.Module], set_to_none: bool) -> None
         assert (p.grad is before[name]) != set_to_none, name
         if not set_to_none:
             assert p.grad._local_tensor.data_ptr() == places[name]
+
+
+def test_memory_at_an_address_as_before_is_another_version() -> None:
+    """What was gathered of the memory that lay there first is stale, however often it was replaced
+    since.
+    """
+    model = fully_shard(OddMLP())
+    unit = get_state(model).unit
+    (flat,) = unit.flats
+    before, first = flat.version(), flat.data.data
+    memory = [torch.empty_like(first), first]
+    with mock.patch.object(unit, "zeros", lambda *_: memory.pop(0)):
+        for _ in range(2):
+            model._apply(torch.clone)
+            flat.refresh()
+    assert not memory
+    assert storage(flat.data) == storage(first)
+    assert flat.version() != before
 
 
 def test_the_leaf_keeps_no_gradient(pair: tuple[nn.Module, nn.Module]) -> None:
