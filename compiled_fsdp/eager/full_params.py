@@ -208,7 +208,7 @@ class FullParams:
             _set_requires_grad(param.unsharded, param.sharded.requires_grad)
             param.register(param.unsharded)
         self.is_unsharded = True
-        self.full_versions = [(p, _version(p)) for p in self.unit.params]
+        self.full_versions, self.full_checksums = [(p, _version(p)) for p in self.unit.params], []
         self.full_checksums = (
             [(p, checksum(p.gathered)) for p in self._own_memory()]
             if is_verifying() or self.num_gathered < NUM_LOOKED

@@ -293,6 +293,7 @@ class Runtime(FullParams):
         broke its graph.
         """
         tree = self.tree
+        tree.forget_failed()
         self.awaited.add(backward_number())
         if self not in tree.backward:
             self._log("pre_backward")

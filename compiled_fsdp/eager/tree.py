@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +31,7 @@ from .resident import num_steps
 from .whose_gradients import say_after_exception
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
@@ -63,6 +64,8 @@ class Tree:
         `transformed.py`.
     transformed_before: the same of a forward whose backward has ended; another may come
         (`retain_graph=True`).
+    has_callback, callback: a backward has begun and not ended; a weak reference to what autograd
+        calls at its end.
     delivers: the running backward adds to gradients of the units' parameters: it was not asked for
         others only.
     creates_graph: the running backward records itself (`create_graph=True`).
@@ -99,6 +102,7 @@ class Tree:
         self.ahead: list[Runtime] = []
         self.kept_for_call: dict[Runtime, None] = {}
         self.post_optim_event: torch.Event | None = None
+        self.callback: Callable[[], object] = lambda: None
         self.is_last_backward = True
         self.has_callback = self.delivers = self.creates_graph = self.has_double = False
         self.is_recorded = self.was_recorded = False
@@ -169,9 +173,23 @@ class Tree:
 
     def queue_callback(self) -> None:
         """Have the end of the running backward noticed, once."""
+        self.forget_failed()
         if not self.has_callback:
             self.has_callback, self.delivers, self.creates_graph = True, False, False
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
+            callback = partial(Tree.end_of_backward, self)
+            self.callback = weakref.ref(callback)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def forget_failed(self) -> None:
+        """In a backward: one that began before it and never ended, nor will, is over. Autograd has
+        let go of what was to be called at its end, or that has raised.
+        """
+        if self.has_callback and self.callback() is None:
+            self._reset_failed()
+
+    def _reset_failed(self) -> None:
+        self.reset()
+        say_after_exception((r.unit for r in self.in_order()), "backward")
 
     def add_reduction(self, reduction: Reduction) -> None:
         """Let a reduction run in the background; await the oldest if too many are under way."""
@@ -185,12 +203,14 @@ class Tree:
 
     @untraced
     def end_of_backward(self) -> None:
-        """Autograd has come to the end of a backward; see `Finalization`."""
-        self.has_callback = False
+        """Autograd has come to the end of a backward; see `Finalization`. What raises here, has not
+        ended it.
+        """
         is_over = self.has_double and self.delivers and not self.creates_graph
         log.debug("FSDP::root_post_backward")
         with ranges.stock("FSDP::root_post_backward_callback"):
             self.finalization.end_of_backward()
+        self.has_callback = False
         if is_over:
             self.free_double()
 
@@ -247,8 +267,7 @@ class Tree:
         if not in_backward():
             self.transformed_before.clear()
             if self.has_callback:
-                self.reset()
-                say_after_exception((r.unit for r in self.in_order()), "backward")
+                self._reset_failed()
         self.finalization.before_forward()
 
     def reset(self) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.schema import ADD_RETAINED, COPY_TO, HOOK, RETAIN, START_COPY
 
@@ -128,6 +130,8 @@ class Deferred:
         try:
             with self._range(f"wait {self._started}"):
                 return launch.call(comm.WAIT, started)
+        except torch.OutOfMemoryError:  # of this rank, which others may hear of
+            raise
         except RuntimeError as error:
             raise lost(self.what, self.group, error) from error
 

@@ -181,11 +181,11 @@ def test_memory_at_an_address_as_before_is_another_version() -> None:
     (flat,) = unit.flats
     before, first = flat.version(), flat.data.data
     memory = [torch.empty_like(first), first]
-    with mock.patch.object(unit, "zeros", lambda *_: memory.pop(0)):
+    with mock.patch.object(unit, "zeros", side_effect=memory) as asked:
         for _ in range(2):
             model._apply(torch.clone)
             flat.refresh()
-    assert not memory
+    assert asked.call_count == 2
     assert storage(flat.data) == storage(first)
     assert flat.version() != before
 
