@@ -232,10 +232,10 @@ class FullParams:
             param for param, before in self.full_checksums if checksum(param.gathered) != before
         }
         say_they_are_lost([p.fqn for p in self._own_memory() if p in written])
+        self.is_unsharded = self.is_left_over = False  # first: an interrupt may come between
+        self.kept = []
         for param in self.unit.params:
             param.register(param.sharded)
-        self.is_unsharded = self.is_left_over = False
-        self.kept = []
         if not keeps_storage:
             self.free()
 

@@ -260,6 +260,7 @@ class State(AsStock):
         if self.unit.is_outermost and not in_backward():
             for flat in flats:
                 flat.forget_read()
+                flat.forget_failed()
         read = flats if is_compiled else []
         for flat in read:
             flat.begin_read()

@@ -270,6 +270,12 @@ class FlatBuffer:
         """Another forward begins, or parameters change as they are to."""
         self.read.forget()
 
+    def forget_failed(self) -> None:
+        """Another forward begins: a gradient that is still on the leaf is that of a backward which
+        an interrupt has ended before it was taken. It is nobody's.
+        """
+        self.data.grad = None
+
     def begin_read(self) -> None:
         """A call begins in which graphs read it."""
         self.read.begin(self.data, trained(self.params))

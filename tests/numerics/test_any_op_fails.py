@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_fsdp import compile_step, errors, overlap_optimizer
+from compiled_fsdp.units.flat import FlatBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -205,6 +207,25 @@ def nothing_else_said(run: Run) -> Iterator[None]:
     if run.num_parts > 1:
         texts = [text for text in texts if "an exception left a" not in text]
     assert not texts
+
+
+@pytest.mark.parametrize("maker", [plain, fsdp1], ids=lambda m: m.__name__)
+def test_an_interrupt_where_a_graph_delivers(two: Pool, maker: Any) -> None:
+    two.run(interrupted_at_delivery, maker)
+
+
+def interrupted_at_delivery(maker: Callable[[Side], Any]) -> None:
+    """Ctrl-C between autograd's accumulating and our taking a flat gradient."""
+    run = Run("compiled", maker)
+    run.backward()
+    expected = run.grads()
+    run.drop()
+    with mock.patch.object(FlatBuffer, "_take_leaf_grad", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            run.backward()
+    run.drop()
+    run.backward()
+    check_equal(run.grads(), expected, "behind an interrupt")
 
 
 @pytest.mark.parametrize("ahead", [0, 1 << 20])
