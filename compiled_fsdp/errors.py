@@ -47,7 +47,8 @@ NOT_THE_USERS = (
 
 def warn_once(text: str, about: str = "") -> None:
     """Warn, the first time this text, or any text about the same, comes up in this process: on rank
-    0, at the user's line that led here. Other ranks log it, at INFO.
+    0, at the user's line that led here. Other ranks log it, at INFO; where warnings are errors, all
+    ranks raise it, as they would wait for rank 0.
     """
     key = about or text
     if key in _said:
@@ -55,8 +56,14 @@ def warn_once(text: str, about: str = "") -> None:
     if _on_every_rank or not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(text, stacklevel=_level_of_the_user())
     else:
-        logging.getLogger("compiled_fsdp").info(text)
+        with warnings.catch_warnings():
+            warnings.showwarning = _log
+            warnings.warn(text, stacklevel=_level_of_the_user())
     _said.add(key)  # behind it: where warnings are errors, who tries again is told again
+
+
+def _log(message: Warning | str, *_: object, **__: object) -> None:
+    logging.getLogger("compiled_fsdp").info(message)
 
 
 def is_users(filename: str) -> bool:

@@ -379,6 +379,19 @@ class TestWarnings:
         with pytest.warns(UserWarning, match="something"):
             warn_once("compiled_fsdp: something")
 
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_as_errors_on_all_ranks(self, fake_world: None, rank: int) -> None:
+        """One that goes on would wait for those that do not."""
+        with (
+            mock.patch.object(errors, "_on_every_rank", False),
+            mock.patch("torch.distributed.get_rank", return_value=rank),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error")
+            for _ in range(2):
+                with pytest.raises(UserWarning, match="something"):
+                    warn_once("compiled_fsdp: something")
+
 
 class TestRecompiles:
     """Dynamo's guards on what is ours, in words, and without the stack that torch adds."""
