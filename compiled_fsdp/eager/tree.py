@@ -206,11 +206,15 @@ class Tree:
         """Autograd has come to the end of a backward; see `Finalization`. What raises here, has not
         ended it.
         """
+        self.has_callback = False
         is_over = self.has_double and self.delivers and not self.creates_graph
         log.debug("FSDP::root_post_backward")
-        with ranges.stock("FSDP::root_post_backward_callback"):
-            self.finalization.end_of_backward()
-        self.has_callback = False
+        try:
+            with ranges.stock("FSDP::root_post_backward_callback"):
+                self.finalization.end_of_backward()
+        except BaseException:
+            self.has_callback = True
+            raise
         if is_over:
             self.free_double()
 
