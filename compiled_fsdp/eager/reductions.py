@@ -58,6 +58,7 @@ def of_what_was_kept(flat: FlatBuffer) -> Reduction | None:
     """At the end of a backward that reduces: what earlier ones left, where this one brought nothing
     new; None if they left nothing.
     """
+    flat.forget_dropped()
     left = set(flat.retained)
     params = [
         p

@@ -305,26 +305,35 @@ class FlatShardBuffer(FlatBuffer):
             held.grad = None
         self.keeper.flat_param.grad = None
 
+    def forget_dropped(self) -> None:
+        """What the user dropped of the gradients that are shown, as by `zero_grad`, is forgotten."""
+        if self.shows_unreduced and all(p.grad is None for p in self._shown()):
+            self.retained.clear()
+            self.reduced = None
+
+    def _shown(self) -> list[Any]:
+        """What has the gradients that the user sees."""
+        flat: Any = self.keeper.flat_param
+        if not self.keeper._use_orig_params:
+            return [flat]
+        return [p for p in flat._params if p.requires_grad]
+
     def hide_unreduced(self) -> None:
         """Let gradients be what is reduced again, before anybody checks shapes; what the user
         dropped meanwhile is forgotten.
         """
         if not self.shows_unreduced:
             return
+        self.forget_dropped()
         flat: Any = self.keeper.flat_param
-        shown = (
-            [p for p in flat._params if p.requires_grad] if self.keeper._use_orig_params else [flat]
-        )
-        if all(p.grad is None for p in shown):
-            self.retained.clear()
-            self.reduced = None
         flat.grad, self.reduced, self.shows_unreduced = self.reduced, None, False
         if self.keeper._use_orig_params:
             self.keeper._use_sharded_grad_views()
 
-    def retain(self, grads: dict[int, Tensor], where: str) -> None:
-        """See `FlatBuffer`; in `no_sync` gradients are those that are not reduced yet."""
-        super().retain(grads, where)
+    def show_unreduced(self) -> None:
+        """Let gradients be what is not reduced yet, if there is any, until a backward reduces it:
+        the user may drop it, as by `zero_grad`.
+        """
         kept = self.retained.get(("rows", 0))
         if kept is None:
             return
@@ -336,3 +345,8 @@ class FlatShardBuffer(FlatBuffer):
             show_unsharded_grads(self.keeper, full)
         else:
             set_grad(flat, full)
+
+    def retain(self, grads: dict[int, Tensor], where: str) -> None:
+        """See `FlatBuffer`; in `no_sync` gradients are those that are not reduced yet."""
+        super().retain(grads, where)
+        self.show_unreduced()

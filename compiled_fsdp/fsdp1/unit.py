@@ -229,6 +229,7 @@ class FlatUnit(Unit):
         self.flats[0].refresh()
         before = self.shard.spec.dtype
         self.follow_requires_grad()
+        self.buffer.show_unreduced()
         return self.shard.spec.dtype != before
 
     def follow_requires_grad(self) -> None:

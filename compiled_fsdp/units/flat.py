@@ -223,10 +223,14 @@ class FlatBuffer:
         for param in params:
             param.sharded.grad = None
 
+    def forget_dropped(self) -> None:
+        """Forget what is retained where users see it, and have dropped it: not of FSDP2."""
+
     def retain(self, grads: dict[int, Tensor], where: str) -> None:
         """Keep gradients of parameters, by their offsets, for a later backward; adds to those that
         are kept. `where` is a key of `retained`.
         """
+        self.forget_dropped()
         for offset, grad in grads.items():
             kept = self.retained.get((where, offset))
             if kept is None:

@@ -100,6 +100,7 @@ class BufferOwner:
 
     def add_retained(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
         """See `kernels.Owner`."""
+        self.flat.forget_dropped()
         led_to = self._led_to(offsets)  # what was kept of others waits for the end of this backward
         for offset, piece in self._pieces(grads, offsets):
             kept = self.flat.retained.pop((where, offset), None) if offset in led_to else None
