@@ -223,7 +223,8 @@ class Runtime(FullParams):
 
     def end_failed_forward(self) -> None:
         """An exception left a forward of the unit; not the one by which activation checkpointing
-        ends a recomputation early.
+        ends a recomputation early. Whoever looks through the parameters is to find sharded ones; a
+        backward through an earlier forward gathers for itself.
         """
         self.is_in_forward = False
         if in_backward():
@@ -231,9 +232,17 @@ class Runtime(FullParams):
         self.watched = ()
         for runtime in (*self.lenders, self):
             runtime.close()
+            runtime._reshard_failed()
         if self.unit.is_outermost:
             self.tree.end_forward()
         self.tree.free_kept_for_call()
+
+    def _reshard_failed(self) -> None:
+        """Unless another call of it, or of what borrows its parameters, is around."""
+        is_read = any(runtime.is_in_forward for runtime in (self, *self.borrowers))
+        if self.is_unsharded and not is_read and len(self.under_way) < 2:
+            if self not in self.tree.transformed:
+                self.reshard(keeps_storage=self.tree.has_double)
 
     def _end_of_forward(self) -> None:
         self.has_run.clear()

@@ -151,7 +151,11 @@ class FullyShardedDataParallel(Called, AtRest):
 
     def _fsdp_after_error(self, error: BaseException) -> None:
         self._fsdp_runtime().end_failed_forward()
-        if self._is_root and not in_backward():
+        if in_backward():
+            return
+        self.training_state = TrainingState.IDLE  # where stock's stays, and refuses a checkpoint
+        self._fsdp_state.unit.hide()
+        if self._is_root:
             note_raised(error)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from kit.beside import Net, Side, beside
+from kit.beside import WIDTH, Net, Side, beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,6 +126,38 @@ def unused(side: Side) -> None:
 
 def test_a_gather_that_a_forward_did_not_use(two: Pool) -> None:
     two.run(beside_eagerly, unused)
+
+
+def goes_on_with_what_it_has(side: Side, front_end: str) -> None:
+    """The forward of a second micro-batch raises: the script clips what the first one gave, saves
+    the model, and steps.
+    """
+    model: Any = getattr(side, front_end)(Dropping(), "a", "b")
+    inner = model.module if side.is_ours and front_end == "wrap" else model
+    optimizer = side.sgd(model.parameters())
+    for step in range(3):
+        batch = torch.full((4, WIDTH), step + 1.0)  # the same on all ranks
+        model(batch).square().mean().backward()
+        inner.does = "raise"
+        with pytest.raises(ValueError, match="a bad batch"):
+            model(batch)
+        inner.does = ""
+        if side.is_ours and front_end == "wrap":
+            side.note("norm", model.clip_grad_norm_(0.01))
+            with model.no_sync():
+                pass
+        else:
+            side.note("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+        for name, value in sorted(model.state_dict().items()):
+            side.note(name, value)
+        optimizer.step()
+        optimizer.zero_grad()
+        side.note_params(model)
+
+
+@pytest.mark.parametrize("front_end", ["shard", "wrap"])
+def test_a_step_with_what_there_is(two: Pool, front_end: str) -> None:
+    two.run(beside_eagerly, goes_on_with_what_it_has, front_end)
 
 
 def beside_eagerly(script: Callable[..., None], *args: Any) -> None:
