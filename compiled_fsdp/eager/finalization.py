@@ -10,6 +10,7 @@ own, and what earlier backwards have kept. Then everything is awaited and freed.
 from __future__ import annotations
 
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.torch_private.autograd import backward_number
@@ -18,6 +19,8 @@ from compiled_fsdp.torch_private.modules import StockGradientReductionHandle
 from .verdict import compare
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from .runtime import Runtime
     from .tree import Tree
 
@@ -139,16 +142,27 @@ class Finalization:
     def finalize(self, root: Runtime, *, is_async: bool) -> GradientReductionHandle | None:
         """See `FSDPModule.finalize_backward`."""
         units = self._below(root)
+        self.tree.forget_failed()
         self._check(root, units)
-        for runtime in units if root in self.keeping else ():
-            runtime.unit.note_schedule()
-        self._reduce(units, awaits=not is_async)
-        if not is_async:
-            self._end(units)
-            return None
-        self._reshard(units)
+        with self._dropped_if_failed():
+            for runtime in units if root in self.keeping else ():
+                runtime.unit.note_schedule()
+            self._reduce(units, awaits=not is_async)
+            if not is_async:
+                self._end(units)
+                return None
+            self._reshard(units)
         self.handle = GradientReductionHandle(self.tree, root)
         return self.handle
+
+    @contextmanager
+    def _dropped_if_failed(self) -> Iterator[None]:
+        """What is left of a backward whose end raises is nobody's."""
+        try:
+            yield
+        except BaseException:
+            self.tree.drop_failed()
+            raise
 
     def _check(self, root: Runtime, units: dict[Runtime, None]) -> None:
         what = f"finalize_backward of {root.unit.name!r}"
@@ -189,7 +203,8 @@ class Finalization:
                 "GradientReductionHandle.wait: this handle was invalidated by reset_iter_state()"
             )
         self.handle = None
-        self._end(self._below(root))
+        with self._dropped_if_failed():
+            self._end(self._below(root))
 
     def reset(self) -> None:
         """Forget what is held."""

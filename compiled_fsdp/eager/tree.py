@@ -185,9 +185,10 @@ class Tree:
         let go of what was to be called at its end, or that has raised.
         """
         if self.has_callback and self.callback() is None:
-            self._reset_failed()
+            self.drop_failed()
 
-    def _reset_failed(self) -> None:
+    def drop_failed(self) -> None:
+        """Forget a backward that an exception has ended, and say what it leaves all the same."""
         self.reset()
         say_after_exception((r.unit for r in self.in_order()), "backward")
 
@@ -271,7 +272,7 @@ class Tree:
         if not in_backward():
             self.transformed_before.clear()
             if self.has_callback:
-                self._reset_failed()
+                self.drop_failed()
         self.finalization.before_forward()
 
     def reset(self) -> None:

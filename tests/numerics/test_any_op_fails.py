@@ -96,12 +96,18 @@ def fsdp1(side: Side) -> Any:
     return side.wrap(Even(), "a", "b", use_orig_params=False)  # whose ops are the same on all ranks
 
 
+def finalizing(side: Side) -> Any:
+    model = side.shard(Even(), "a", "b")
+    model.set_manual_backward_finalization(True)
+    return model
+
+
 def accumulating(side: Side) -> Any:
     return side.shard(Even(), "a", "b")
 
 
 EVERY = 8  # faults are as wide as what is between two changes of state
-MAKERS = (plain, kept, offloaded, checkpointed, overlapped, fsdp1, accumulating)
+MAKERS = (plain, kept, offloaded, checkpointed, overlapped, fsdp1, finalizing, accumulating)
 
 
 class Run:
@@ -122,6 +128,8 @@ class Run:
             if self.num_parts > 1:
                 self.model.set_requires_gradient_sync(part == self.num_parts - 1)
             self.call(self.side.batch(start + part)).square().mean().backward()
+        if self.maker is finalizing:
+            self.model.finalize_backward()
 
     def losses(self) -> list[Tensor]:
         """Of two batches, one forward behind the other."""
