@@ -207,10 +207,10 @@ class Tree:
         """Autograd has come to the end of a backward; see `Finalization`. What raises here, has not
         ended it.
         """
-        self.has_callback = False
-        is_over = self.has_double and self.delivers and not self.creates_graph
-        log.debug("FSDP::root_post_backward")
         try:
+            self.has_callback = False
+            is_over = self.has_double and self.delivers and not self.creates_graph
+            log.debug("FSDP::root_post_backward")
             with ranges.stock("FSDP::root_post_backward_callback"):
                 self.finalization.end_of_backward()
         except BaseException:
@@ -274,6 +274,14 @@ class Tree:
             if self.has_callback:
                 self.drop_failed()
         self.finalization.before_forward()
+
+    def rest(self) -> None:
+        """Between steps: whoever looks through the parameters finds sharded ones; a backward
+        through an earlier forward gathers for itself.
+        """
+        for runtime in self.in_order():
+            if runtime.is_unsharded and not runtime.is_in_forward:
+                runtime.reshard(keeps_storage=self.has_double)
 
     def reset(self) -> None:
         """Forget a forward or backward that an exception ended: await what is under way, free

@@ -62,7 +62,7 @@ def measure_kernels(model: nn.Module, *example: Any, **more: Any) -> Costs:
     beside = [*groups_beside(p for state in states for p in state.unit.params)]
     seen: list[dict[str, list[float]]] = []
     with (
-        without_trace(model),
+        without_trace(model, "measure_kernels"),
         _unseen([state.unit for state in states]),
         torch.compiler.set_stance("force_eager"),
     ):

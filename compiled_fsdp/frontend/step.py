@@ -137,12 +137,13 @@ class Step:
         parameter, if a scaler asks, and for what they remember, if that may rest on the host; anew
         if others are trained, or held by others, or other things are remembered.
         """
-        self._planned_for = self._signature()
+        planned_for = self._signature()
         planned = {
             "matrices": self._matrices.planned(),
             "held_by": self._held_by(),
             "states": self._states.planned(),
         }
+        self._planned_for = planned_for
         if planned.items() <= self._wanted.items():
             return
         self._wanted.update(planned)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from compiled_fsdp.eager.tree import Tree
+
     from .state import State
 
 
@@ -41,7 +43,7 @@ def warmup(model: nn.Module, *example: Any, **more: Any) -> None:
         DivergenceError: ranks compiled different graphs.
     """
     states = sharded_below(model, "warmup")
-    with without_trace(model):
+    with without_trace(model, "warmup"):
         run_both(model, example, more, "warmup")
     for group in dict.fromkeys(flat.mesh_info.shard_group for s in states for flat in s.unit.flats):
         texts = agree(group, "the end of warmup")
@@ -70,10 +72,24 @@ def sharded_below(model: nn.Module, doing: str) -> list[State]:
 
 
 @contextmanager
-def without_trace(model: nn.Module) -> Iterator[None]:
-    """Afterwards, gradients, buffers and the state of the random generators are as they were."""
+def without_trace(model: nn.Module, doing: str) -> Iterator[None]:
+    """Afterwards, gradients, also those of backwards without synchronization, buffers and the state
+    of the random generators are as they were, and parameters are sharded; also if what is inside
+    raises.
+
+    Raises:
+        RuntimeError: a backward is not finalized (`set_manual_backward_finalization`).
+    """
     inner = uncompiled(model)
-    device = states_below(inner)[0].unit.mesh_info.device
+    states = states_below(inner)
+    device = states[0].unit.mesh_info.device
+    trees = list(dict.fromkeys(state.runtime.tree for state in states))
+    _check_finalized(trees, doing)
+    for tree in trees:
+        tree.recover()
+        tree.rest()
+    flats = [flat for state in states for flat in state.unit.flats]
+    aside = [(flat, flat.set_aside()) for flat in flats]
     gradients = [(p, p.grad) for p in inner.parameters()]
     buffers = [(b, b.clone()) for b in inner.buffers()]
     for parameter, _ in gradients:
@@ -82,11 +98,28 @@ def without_trace(model: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
             yield
     finally:
+        for tree in trees:
+            if tree.has_callback or tree.finalization.held:
+                tree.reset()
+            tree.rest()
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
+        for flat, kept in aside:
+            flat.put_back(kept)
         for parameter, grad in gradients:
             parameter.grad = grad
+        for flat in flats:
+            flat.show_unreduced()
+
+
+def _check_finalized(trees: list[Tree], doing: str) -> None:
+    held = [runtime.unit.name for tree in trees for runtime in tree.finalization.held]
+    if held:
+        raise RuntimeError(
+            f"{doing}: the backward of {held[0]} is not finalized, and its gradients would be "
+            "mixed with those of this one. Call finalize_backward() first"
+        )
 
 
 def run_both(model: nn.Module, example: tuple[Any, ...], more: dict[str, Any], doing: str) -> None:

@@ -306,7 +306,7 @@ class FlatShardBuffer(FlatBuffer):
         self.keeper.flat_param.grad = None
 
     def forget_dropped(self) -> None:
-        """What the user dropped of the gradients that are shown, as by `zero_grad`, is forgotten."""
+        """What the user dropped of the gradients that are shown (`zero_grad`) is forgotten."""
         if self.shows_unreduced and all(p.grad is None for p in self._shown()):
             self.retained.clear()
             self.reduced = None
@@ -345,6 +345,18 @@ class FlatShardBuffer(FlatBuffer):
             show_unsharded_grads(self.keeper, full)
         else:
             set_grad(flat, full)
+
+    def set_aside(self) -> Any:
+        """See `FlatBuffer`; the flat parameter's gradient, too."""
+        self.hide_unreduced()
+        grad, self.keeper.flat_param.grad = self.keeper.flat_param.grad, None
+        return super().set_aside(), grad
+
+    def put_back(self, kept: Any) -> None:
+        """See `FlatBuffer`."""
+        self.hide_unreduced()
+        retained, self.keeper.flat_param.grad = kept
+        super().put_back(retained)
 
     def retain(self, grads: dict[int, Tensor], where: str) -> None:
         """See `FlatBuffer`; in `no_sync` gradients are those that are not reduced yet."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -225,6 +225,21 @@ class FlatBuffer:
 
     def forget_dropped(self) -> None:
         """Forget what is retained where users see it, and have dropped it: not of FSDP2."""
+
+    def show_unreduced(self) -> None:
+        """Let gradients be what is retained: not of FSDP2."""
+
+    def set_aside(self) -> Any:
+        """Be as if no backward had been; returns what `put_back` takes, when parameters' `.grad` is
+        as it was.
+        """
+        kept, self.retained = self.retained, {}
+        return kept
+
+    def put_back(self, kept: Any) -> None:
+        """Forget what backwards have left since `set_aside`."""
+        self.owner.marked.clear()
+        self.retained = kept
 
     def retain(self, grads: dict[int, Tensor], where: str) -> None:
         """Keep gradients of parameters, by their offsets, for a later backward; adds to those that

@@ -1,5 +1,5 @@
-"""FSDP1's `no_sync`: gradients that are not reduced yet are `.grad`, and who drops those has dropped
-them, whatever ran since.
+"""FSDP1's `no_sync`: gradients that are not reduced yet are `.grad`, and who drops those has
+dropped them, whatever ran since.
 """
 
 from __future__ import annotations
