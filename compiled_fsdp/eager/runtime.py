@@ -223,8 +223,7 @@ class Runtime(FullParams):
 
     def end_failed_forward(self) -> None:
         """An exception left a forward of the unit; not the one by which activation checkpointing
-        ends a recomputation early. Whoever looks through the parameters is to find sharded ones; a
-        backward through an earlier forward gathers for itself.
+        ends a recomputation early. Parameters are sharded then, as those that have the gradients.
         """
         self.is_in_forward = False
         if in_backward():
@@ -240,9 +239,9 @@ class Runtime(FullParams):
     def _reshard_failed(self) -> None:
         """Unless another call of it, or of what borrows its parameters, is around."""
         is_read = any(runtime.is_in_forward for runtime in (self, *self.borrowers))
-        if self.is_unsharded and not is_read and len(self.under_way) < 2:
-            if self not in self.tree.transformed:
-                self.reshard(keeps_storage=self.tree.has_double)
+        is_needed = is_read or len(self.under_way) > 1 or self in self.tree.transformed
+        if self.is_unsharded and not is_needed:
+            self.reshard(keeps_storage=self.tree.has_double)
 
     def _end_of_forward(self) -> None:
         self.has_run.clear()
