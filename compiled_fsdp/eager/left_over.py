@@ -32,6 +32,20 @@ def drop_left_over(runtime: Runtime) -> bool:
     return is_dropped
 
 
+def put_down(runtime: Runtime) -> None:
+    """Behind a forward that has raised: register the sharded parameters, as those that have the
+    gradients, unless another call of the unit, or of what borrows its parameters, is around.
+
+    A hook may have ended forward once it had what it wanted, of which a backward comes: the full
+    ones keep their memory until the next forward ends, and their gradients are waited for.
+    """
+    is_read = any(each.is_in_forward for each in (runtime, *runtime.borrowers))
+    is_needed = is_read or len(runtime.under_way) > 1 or runtime in runtime.tree.transformed
+    if runtime.is_unsharded and not is_needed:
+        runtime.watch_leaves()
+        runtime.reshard(keeps_storage=True)
+
+
 def _is_opened(runtime: Runtime, is_frozen: bool) -> bool:
     """Whether `unshard()` gathered the unit, which graphs gather too, and no gradient comes."""
     stays = not runtime.unit.settings.reshard_after_backward or runtime in runtime.tree.transformed

@@ -33,7 +33,7 @@ from . import prefetch, reductions, transformed
 from .containers import tensors_in
 from .emptied import say_hooked_inputs, say_what_is_emptied
 from .full_params import NUM_LOOKED, FullParams, span
-from .left_over import is_for_graphs
+from .left_over import is_for_graphs, put_down
 from .tree import WHO, Tree, in_backward, log
 from .watch import watch_inputs, watch_leaves, watch_output
 from .whose_gradients import say_after_backward, say_after_forward
@@ -231,17 +231,10 @@ class Runtime(FullParams):
         self.watched = ()
         for runtime in (*self.lenders, self):
             runtime.close()
-            runtime._reshard_failed()
+            put_down(runtime)
         if self.unit.is_outermost:
             self.tree.end_forward()
         self.tree.free_kept_for_call()
-
-    def _reshard_failed(self) -> None:
-        """Unless another call of it, or of what borrows its parameters, is around."""
-        is_read = any(runtime.is_in_forward for runtime in (self, *self.borrowers))
-        is_needed = is_read or len(self.under_way) > 1 or self in self.tree.transformed
-        if self.is_unsharded and not is_needed:
-            self.reshard(keeps_storage=self.tree.has_double)
 
     def _end_of_forward(self) -> None:
         self.has_run.clear()

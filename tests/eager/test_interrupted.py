@@ -160,5 +160,37 @@ def test_a_step_with_what_there_is(two: Pool, front_end: str) -> None:
     two.run(beside_eagerly, goes_on_with_what_it_has, front_end)
 
 
+class Stop(Exception):
+    """By which a hook ends a forward, once it has what it wants."""
+
+
+def stopped_on_purpose(side: Side, front_end: str, at: str) -> None:
+    """The loss is of what the hook took, whose backward comes to units that were in forward."""
+    model: Any = getattr(side, front_end)(Net(), "b", "c")
+    inner = model.module if side.is_ours and front_end == "wrap" else model
+    taken = []
+
+    def take(module: object, args: object, output: torch.Tensor) -> None:
+        taken.append(output)
+        raise Stop
+
+    layer = getattr(inner, at)
+    getattr(layer, "module", layer).register_forward_hook(take)
+    optimizer = side.sgd(model.parameters())
+    for step in range(3):
+        with pytest.raises(Stop):
+            model(side.batch(step))
+        taken.pop().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        side.note_params(model)
+
+
+@pytest.mark.parametrize("at", ["a", "b"])
+@pytest.mark.parametrize("front_end", ["shard", "wrap"])
+def test_a_forward_that_a_hook_ends(two: Pool, front_end: str, at: str) -> None:
+    two.run(beside_eagerly, stopped_on_purpose, front_end, at)
+
+
 def beside_eagerly(script: Callable[..., None], *args: Any) -> None:
     beside(script, *args, kinds=("eager",))
