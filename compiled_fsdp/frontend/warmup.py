@@ -23,7 +23,7 @@ from .state import states_below
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from compiled_fsdp.eager.tree import Tree
 
@@ -108,9 +108,18 @@ def without_trace(model: nn.Module, doing: str) -> Iterator[None]:
         for flat, kept in aside:
             flat.put_back(kept)
         for parameter, grad in gradients:
-            parameter.grad = grad
+            _put_back(parameter, grad)
         for flat in flats:
             flat.show_unreduced()
+
+
+def _put_back(parameter: nn.Parameter, grad: Tensor | None) -> None:
+    """In whatever dtype it is."""
+    try:
+        parameter.grad = grad
+    except RuntimeError:  # FSDP1's `keep_low_precision_grads`
+        parameter.grad = torch.empty_like(parameter)
+        parameter.grad.data = grad  # type: ignore[assignment]
 
 
 def _check_finalized(trees: list[Tree], doing: str) -> None:

@@ -18,7 +18,14 @@ from compiled_fsdp.units.param import ShardedParam
 from compiled_fsdp.units.tensor_parallel import Full, key_of
 from compiled_fsdp.units.views import View, key_of_view, memory_order
 
-from .gradients import accumulate, low_precision, reads_at_once, set_grad, show_unsharded_grads
+from .gradients import (
+    accumulate,
+    low_precision,
+    put_grad,
+    reads_at_once,
+    set_grad,
+    show_unsharded_grads,
+)
 from .stock import clean_tensor_name, log_post_backward
 
 if TYPE_CHECKING:
@@ -326,7 +333,8 @@ class FlatShardBuffer(FlatBuffer):
             return
         self.forget_dropped()
         flat: Any = self.keeper.flat_param
-        flat.grad, self.reduced, self.shows_unreduced = self.reduced, None, False
+        put_grad(flat, self.reduced)
+        self.reduced, self.shows_unreduced = None, False
         if self.keeper._use_orig_params:
             self.keeper._use_sharded_grad_views()
 
@@ -341,21 +349,24 @@ class FlatShardBuffer(FlatBuffer):
         if not self.shows_unreduced:
             self.reduced, self.shows_unreduced = flat.grad, True
         full = kept.view(-1)[: self.shard.layout.shape[0]]
+        set_grad(flat, full)  # with originals too: stock compares whose memory their gradients are
         if self.keeper._use_orig_params:
             show_unsharded_grads(self.keeper, full)
-        else:
-            set_grad(flat, full)
 
     def set_aside(self) -> Any:
-        """See `FlatBuffer`; the flat parameter's gradient, too."""
+        """See `FlatBuffer`; the flat parameter's gradient, too, if it is not the user's."""
         self.hide_unreduced()
-        grad, self.keeper.flat_param.grad = self.keeper.flat_param.grad, None
+        flat: Any = self.keeper.flat_param
+        grad = flat.grad
+        if self.keeper._use_orig_params:
+            flat.grad = None
         return super().set_aside(), grad
 
     def put_back(self, kept: Any) -> None:
         """See `FlatBuffer`."""
         self.hide_unreduced()
-        retained, self.keeper.flat_param.grad = kept
+        retained, grad = kept
+        put_grad(self.keeper.flat_param, grad)
         super().put_back(retained)
 
     def retain(self, grads: dict[int, Tensor], where: str) -> None:

@@ -56,6 +56,13 @@ def set_grad(param: Tensor, grad: Tensor) -> None:
     param.grad.data = grad
 
 
+def put_grad(param: Tensor, grad: Tensor | None) -> None:
+    """As `set_grad`; None takes it away."""
+    param.grad = None
+    if grad is not None:
+        set_grad(param, grad)
+
+
 def reads_at_once(keeper: FlatParamHandle) -> bool:
     """Whether an optimizer steps as soon as gradients are there."""
     originals = keeper.flat_param._params or ()

@@ -229,8 +229,14 @@ class FlatUnit(Unit):
         self.flats[0].refresh()
         before = self.shard.spec.dtype
         self.follow_requires_grad()
-        self.buffer.show_unreduced()
         return self.shard.spec.dtype != before
+
+    def after_forward(self) -> None:
+        """Behind a root's forward: gradients that are not reduced yet are there to be dropped. Not
+        where it was traced: Dynamo looks at the gradients of what it traces, and at their shapes.
+        """
+        if self.keeper is not None:
+            self.buffer.show_unreduced()
 
     def follow_requires_grad(self) -> None:
         """Take over what the user froze or unfroze since the last call, and which precision the

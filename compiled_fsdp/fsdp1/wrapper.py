@@ -148,10 +148,14 @@ class FullyShardedDataParallel(Called, AtRest):
 
     def _fsdp_after_call(self) -> None:
         self._fsdp_state.end_call()
+        if self._is_root and not in_backward():
+            instances: Any = self._all_fsdp_states
+            for instance in instances:
+                instance._fsdp_state.unit.after_forward()
 
     def _fsdp_after_error(self, error: BaseException) -> None:
         self._fsdp_runtime().end_failed_forward()
-        if in_backward():
+        if in_backward() or len(self._fsdp_runtime().under_way) > 1:
             return
         self.training_state = TrainingState.IDLE  # where stock's stays, and refuses a checkpoint
         self._fsdp_state.unit.hide()

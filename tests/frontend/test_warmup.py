@@ -21,7 +21,9 @@ FAILS = ("forward", "backward")
 
 def script(side: Side, front_end: str, when: str, fails: str) -> None:
     """Two micro-batches in a step, of which the first is not reduced, and a warmup somewhere."""
-    model: Any = getattr(side, front_end)(Net(), "a", "b")
+    options = {"use_orig_params": False} if front_end == "wrap flat" else {}
+    front_end = front_end.partition(" ")[0]
+    model: Any = getattr(side, front_end)(Net(), "a", "b", **options)
     inner = model.module if side.is_ours and front_end == "wrap" else model
     call = side.compile(model)
     optimizer = side.sgd(model.parameters())
@@ -77,7 +79,7 @@ def without_sync(side: Side, model: Any) -> Any:
 
 
 @pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("front_end", ["shard", "wrap"])
+@pytest.mark.parametrize("front_end", ["shard", "wrap", "wrap flat"])
 def test_no_trace(two: Pool, front_end: str, when: str) -> None:
     two.run(beside, script, front_end, when, "")
 
