@@ -54,6 +54,7 @@ def measure_kernels(model: nn.Module, *example: Any, **more: Any) -> Costs:
 
     Raises:
         TypeError: the model was not sharded.
+        RuntimeError: a backward of the model is not finalized.
         ValueError: no output requires a gradient, or nothing is communicated (one rank), so that
             there is nothing to plan.
     """

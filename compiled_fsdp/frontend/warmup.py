@@ -39,6 +39,7 @@ def warmup(model: nn.Module, *example: Any, **more: Any) -> None:
 
     Raises:
         TypeError: the model was not sharded.
+        RuntimeError: a backward of the model is not finalized.
         ValueError: no output requires a gradient.
         DivergenceError: ranks compiled different graphs.
     """
@@ -114,7 +115,7 @@ def without_trace(model: nn.Module, doing: str) -> Iterator[None]:
 
 
 def _put_back(parameter: nn.Parameter, grad: Tensor | None) -> None:
-    """In whatever dtype it is."""
+    """Assign a gradient, whatever its dtype is."""
     try:
         parameter.grad = grad
     except RuntimeError:  # FSDP1's `keep_low_precision_grads`

@@ -57,7 +57,7 @@ def set_grad(param: Tensor, grad: Tensor) -> None:
 
 
 def put_grad(param: Tensor, grad: Tensor | None) -> None:
-    """As `set_grad`; None takes it away."""
+    """Assign a gradient as `set_grad` does, or take it away (None)."""
     param.grad = None
     if grad is not None:
         set_grad(param, grad)
