@@ -6,7 +6,7 @@ The local ones communicate nothing: each is the floor of those that compute with
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -70,6 +70,11 @@ def build_ours(job: Job, *, chunks: int = 1) -> Step:
         mixture.chunks = chunks
     shard(model, fully_shard)
     return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job)
+
+
+def checkpointed(build: Callable[[Job], Step]) -> Callable[[Job], Step]:
+    """The same way to train, with a checkpoint around each layer."""
+    return lambda job: build(replace(job, checkpoints=True))
 
 
 def build_ours_eager(job: Job) -> Step:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from settings import Settings
 
 # Those that compile the whole model; a block that is compiled by itself has no depth.
-COMPILED = ("ours", "ours_regions_units", "ours_regions_off", "local_compile")
+PLAIN = ("ours", "ours_regions_units", "local_compile")
+COMPILED = (*PLAIN, "ours_regions_off", *(f"{name}_checkpoints" for name in PLAIN))
 GOAL = 1.5
 SAMPLE_S = 0.005
 GARBAGE, REST, CXX = "looking for garbage", "the rest of the step", "C++ compiler"

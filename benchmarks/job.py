@@ -14,6 +14,7 @@ import torch.distributed as dist
 from gpt import GPT, GPTConfig
 from moe import MoEConfig, MoEGPT, share_experts
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 NUM_BATCHES = 4
@@ -25,17 +26,23 @@ Step = Callable[[int], Tensor | None]
 class Job:
     """What all sides of a comparison train on: `batch` sequences of `length` bytes per rank and
     step.
+
+    checkpoints: whether activations inside of layers are computed again in backward.
     """
 
     config: GPTConfig
     batch: int
     length: int
+    checkpoints: bool = False
 
 
 def make_model(job: Job) -> GPT:
     """Return the model, with the same weights on every call."""
     torch.manual_seed(0)
-    return MoEGPT(job.config) if isinstance(job.config, MoEConfig) else GPT(job.config)
+    model = MoEGPT(job.config) if isinstance(job.config, MoEConfig) else GPT(job.config)
+    if job.checkpoints:
+        model.layers = nn.ModuleList(map(checkpoint_wrapper, model.layers))
+    return model
 
 
 def make_batches(job: Job) -> list[tuple[Tensor, Tensor]]:

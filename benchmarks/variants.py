@@ -25,6 +25,7 @@ from builders import (
     build_raw_collectives,
     build_simple_fsdp,
     build_stock,
+    checkpointed,
 )
 from job import Job, Step
 
@@ -122,6 +123,13 @@ VARIANTS["ours_regions_units"] = Variant(
     "local_compile",
     "ours, equal units traced and compiled once",
 )
+for _name in ("ours", "ours_regions_units", "local_compile"):
+    _plain = VARIANTS[_name]
+    VARIANTS[f"{_name}_checkpoints"] = Variant(
+        checkpointed(_plain.build),
+        f"{_plain.floor}_checkpoints" if _plain.floor else "",
+        f"{_plain.summary}; a checkpoint around each layer",
+    )
 # Codes of eight bits round what travels, so these lose a little differently.
 CODED_TOLERANCE = 0.1
 VARIANTS["ours_int8_gathers"] = Variant(

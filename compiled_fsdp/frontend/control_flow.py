@@ -13,7 +13,7 @@ before the graph goes to its backend a read is moved out, and its value handed o
 
 A branch that is not taken gives its parameters zeros, as unused parameters get where others of the
 graph's are used. What a checkpoint inside of such a function reads is moved out of both; one
-elsewhere keeps its reads, which backward repeats.
+elsewhere keeps its reads, which backward repeats, unless units become subgraphs (`equal_units.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
-from compiled_fsdp.ir.meta import traced_as
+from compiled_fsdp.ir.meta import take_over, traced_as
 from compiled_fsdp.ir.schema import UNSHARD
-from compiled_fsdp.torch_private.subgraphs import operator_name
+from compiled_fsdp.torch_private.subgraphs import CHECKPOINT, operator_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,8 +41,13 @@ OPERANDS: dict[str, list[tuple[tuple[int, ...], int]]] = {
     "map_impl": [((0,), 2)],
     "flex_attention": [((3,), 7), ((4,), 8)],
 }
-# An operator that calls its first argument where it stands, and hands over the rest.
-CHECKPOINT = "tag_activation_checkpoint"
+
+
+def switch_name(node: Node) -> str:
+    """What switches autograd, autocast or inference mode on or off, by name; "" for other nodes."""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    is_switch = name.startswith(("_enter_", "_exit_")) or name == "_set_grad_enabled"
+    return name if is_switch else ""
 
 
 def hoist_reads(gm: GraphModule) -> None:
@@ -56,6 +61,15 @@ def hoist_reads(gm: GraphModule) -> None:
                 bodies = [module.get_submodule(_function(node.args[i])) for i in functions]
                 _hoist(node, bodies, slice(where, where + 1))  # type: ignore[arg-type]
             if name == CHECKPOINT and id(module) in inside:
+                body = module.get_submodule(_function(node.args[0]))
+                _hoist(node, [body], slice(1, None))  # type: ignore[list-item]
+
+
+def hoist_from_checkpoints(gm: GraphModule) -> None:
+    """Move reads out of what is under activation checkpointing."""
+    for module in reversed([module for module in gm.modules() if isinstance(module, GraphModule)]):
+        for node in list(module.graph.nodes):
+            if operator_name(node.target) == CHECKPOINT:
                 body = module.get_submodule(_function(node.args[0]))
                 _hoist(node, [body], slice(1, None))  # type: ignore[list-item]
 
@@ -84,7 +98,7 @@ def _hoist(call: Node, bodies: Sequence[GraphModule], where: slice) -> None:
     for (i, *spec), reads in moved.items():
         with call.graph.inserting_before(call):
             outside = call.graph.call_function(UNSHARD, (given[i], *spec))
-        traced_as(outside, reads[0][1])
+        take_over(outside, reads[0][1])
         given.append(outside)
         for body, nodes in zip(bodies, inputs, strict=True):
             with body.graph.inserting_after(nodes[-1]):

@@ -21,8 +21,9 @@ dtypes and `requires_grad`, and read the same places of each other. Left where i
 once: a unit whose nodes are not together, that writes to what it is given, whose results lie in
 what it is given, with a parameter that leads to none of its results that are used (it would get
 zeros: `unit_gradients.py`), that draws random numbers, communicates, has operators with functions
-of their own (checkpoints, `cond`), that switches autograd or autocast on or off, or stands where
-they are switched; everything in graphs of dynamic shapes.
+of their own (`cond`; checkpoints are kept inside: `unit_checkpoints.py`), that switches autograd or
+autocast on or off, or stands where they are switched, or under a checkpoint with others; everything
+in graphs of dynamic shapes.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from compiled_fsdp.ir.meta import traced_value
 from compiled_fsdp.ir.repeats import LEAST_TIMES
 from compiled_fsdp.ir.subgraphs import UNIT
 from compiled_fsdp.planning.plan import current_plan
-from compiled_fsdp.torch_private.subgraphs import note_units, operator_name, what_forbids
+from compiled_fsdp.torch_private.subgraphs import note_units, what_forbids
 
-from .control_flow import CHECKPOINT
+from .control_flow import hoist_from_checkpoints
 from .unit_calls import Call, calls_in, look
+from .unit_checkpoints import checkpointed, is_checkpoint
 from .unit_gradients import gradients_of, needs_grad, that_lead_out
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ def outline_units(gm: GraphModule, *, writes_parameters: bool) -> None:
     if why:
         _say(f"a graph of sharded units is compiled as it stands: {why}")
         return
+    hoist_from_checkpoints(gm)
     calls, lead_out = calls_in(gm.graph), that_lead_out(gm.graph)
     if isinstance(plan.regions, tuple):
         calls = _of_classes(calls, plan.regions)
@@ -127,7 +130,7 @@ def _say_what_stays(graph: Graph, number: int, alone: dict[str, str]) -> None:
     number: of subgraphs that were made.
     alone: the reasons, by the paths of units that could not be subgraphs.
     """
-    if any(operator_name(node.target) == CHECKPOINT for node in graph.nodes):
+    if not alone and any(map(is_checkpoint, graph.nodes)):
         _say("what is under activation checkpointing is compiled for its place")
     elif not number and not alone:
         _say(f"no unit occurs {LEAST_TIMES} times in a graph: each is compiled for its place")
@@ -179,6 +182,8 @@ def _why_alone(call: Call, group: Sequence[Call], often: Sequence[Sequence[Call]
     other = often[0][0]
     pairs = zip(call.computed, call.lines, other.computed, other.lines, strict=False)
     for mine, line, theirs, like in pairs:
+        if line != like and checkpointed(mine) is not None and checkpointed(theirs) is not None:
+            return f"%{mine.name}, a checkpoint, computes or keeps other than that of {other.path}"
         if line != like:
             return (
                 f"%{mine.name} ({_named(mine)}) where {other.path} has %{theirs.name} "

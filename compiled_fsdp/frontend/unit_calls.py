@@ -16,7 +16,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from compiled_fsdp.ir.meta import (
-    module_calls,
     take_over,
     traced_as,
     traced_as_value,
@@ -28,10 +27,19 @@ from compiled_fsdp.torch_private.subgraphs import grad_mode_at_start, is_plain_f
 from compiled_fsdp.units.reads import extended_as
 from compiled_fsdp.units.unit import originals
 
+from .control_flow import switch_name
+from .unit_checkpoints import (
+    calls_around,
+    checkpointed,
+    computed_in,
+    is_checkpoint,
+    policy_key,
+    with_checkpointed,
+)
 from .unit_gradients import needs_grad
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -47,6 +55,7 @@ class Call:
     around: the paths of the units that it is in, the outermost first.
     between: a node among them that is not of the call.
     switch: a node that has switched autograd, autocast or inference mode on or off where it starts.
+    within: a checkpoint that computes more than this call.
     """
 
     path: str
@@ -55,6 +64,7 @@ class Call:
     nodes: list[Node]
     between: Node | None = None
     switch: Node | None = None
+    within: Node | None = None
 
     @property
     def depth(self) -> int:
@@ -66,7 +76,7 @@ class Call:
         """Of the module, as the user wrote it; of what is inside, if it is a wrapper of FSDP1."""
         kind = self.kind
         if issubclass(kind, StockFSDP):
-            stacks = [list(module_calls(node)) for node in self.nodes]
+            stacks = [calls_around(node) for node in self.nodes]
             below = (
                 inner[2]
                 for stack in stacks
@@ -103,16 +113,8 @@ class Call:
         if self._why_here:
             return self._why_here
         for node in self.computed:
-            if node.op not in ("call_function", "call_method"):
-                return f"%{node.name} is {node.op} {node.target}"
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
-                return f"%{node.name} ({node.target.name()}) has functions of its own"
-            if node.target is operator.setitem and not node.users:
-                continue
-            values = traced_value(node)
-            for value in values if isinstance(values, list | tuple) else [values]:
-                if not is_plain_fake(value):
-                    return NO_TENSOR.format(node.name)
+            if why := _why_not(node):
+                return why
         for node in (*self.inputs, *self.outputs):
             if not is_plain_fake(traced_value(node)):
                 return NO_TENSOR.format(node.name)
@@ -120,14 +122,17 @@ class Call:
 
     @property
     def _why_here(self) -> str:
-        """Why it cannot be one because of where it stands: among nodes of other modules, or where
-        autograd, autocast or inference mode is switched on or off; "" if it can.
+        """Why it cannot be one because of where it stands: among nodes of other modules, under a
+        checkpoint with others, or where autograd, autocast or inference mode is switched on or off;
+        "" if it can.
         """
+        if self.within is not None:
+            return f"%{self.within.name}, a checkpoint, computes it together with others"
         if self.between is not None:
             return f"%{self.between.name}, of another module, stands in between"
         if self.switch is not None:
-            return f"it stands behind %{self.switch.name} ({_switch(self.switch)})"
-        if inside := next(filter(_switch, self.computed), None):
+            return f"it stands behind %{self.switch.name} ({switch_name(self.switch)})"
+        if inside := next(filter(switch_name, with_checkpointed(self.computed)), None):
             return f"%{inside.name} switches autograd, autocast or inference mode on or off"
         return ""
 
@@ -147,21 +152,7 @@ class Call:
     @cached_property
     def lines(self) -> list[tuple[Any, ...]]:
         """Its nodes without names: equal for equal calls."""
-        number = {node: f"%arg{i}" for i, node in enumerate(self.inputs)}
-        number |= {node: f"%{i}" for i, node in enumerate(self.computed)}
-
-        def numbered(argument: Any) -> Any:
-            return _Text(number[argument]) if isinstance(argument, Node) else argument
-
-        return [
-            (
-                node.op,
-                node.target,
-                repr(map_aggregate((node.args, node.kwargs), numbered)),
-                look(node),
-            )
-            for node in self.computed
-        ]
+        return _lines(self.inputs, self.computed)
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
@@ -206,6 +197,47 @@ class Call:
             node.replace_all_uses_with(at, lambda user: user not in self.computed)
         for node in reversed(self.computed):
             graph.erase_node(node)
+            if node.op == "get_attr":  # what was checkpointed is part of the subgraph
+                graph.owning_module.delete_submodule(str(node.target))  # type: ignore[union-attr]
+
+
+def _why_not(node: Node) -> str:
+    """Why this node of Dynamo's graph cannot be one of a subgraph; "" if it can."""
+    if (body := checkpointed(node)) is not None:
+        return next(filter(None, map(_why_not, computed_in(body))), "")
+    if node.op not in ("call_function", "call_method"):
+        return f"%{node.name} is {node.op} {node.target}"
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and not is_checkpoint(node):
+        return f"%{node.name} ({node.target.name()}) has functions of its own"
+    if node.target is operator.setitem and not node.users:
+        return ""
+    values = traced_value(node)
+    for value in values if isinstance(values, list | tuple) else [values]:
+        if not is_plain_fake(value):
+            return NO_TENSOR.format(node.name)
+    return ""
+
+
+def _lines(inputs: Iterable[Node], computed: Iterable[Node]) -> list[tuple[Any, ...]]:
+    """Nodes without names, and what they are given."""
+    number = {node: f"%arg{i}" for i, node in enumerate(inputs)}
+    number |= {node: f"%{i}" for i, node in enumerate(computed)}
+
+    def numbered(argument: Any) -> Any:
+        return _Text(number[argument]) if isinstance(argument, Node) else argument
+
+    def text(node: Node) -> str:
+        return repr(map_aggregate((node.args, node.kwargs), numbered))
+
+    lines: list[tuple[Any, ...]] = []
+    for node in computed:
+        if (body := checkpointed(node)) is None:
+            lines.append((node.op, node.target, text(node), look(node)))
+            continue
+        given, end = body.graph.find_nodes(op="placeholder"), body.graph.output_node()
+        inside = _lines(given, [*computed_in(body), end])
+        lines.append((node.op, policy_key(body), tuple(map(look, given)), tuple(inside)))
+    return lines
 
 
 class _Text(str):
@@ -225,18 +257,19 @@ def calls_in(graph: Graph) -> list[Call]:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if _switch(node):
+        if switch_name(node):
             _follow(switched, node)
         stands[node] = len(stands)
-        units = [
-            (k, path, kind) for k, path, kind in module_calls(node) if hasattr(kind, "_fsdp_call")
-        ]
+        units = _units_around(node)
         for depth, (_, path, kind) in enumerate(units):
             keys = tuple(key for key, *_ in units[: depth + 1])
             around = tuple(path for _, path, _ in units[:depth])
             if keys not in found:
                 found[keys] = Call(path, kind, around, [], switch=(*switched, None)[0])
             found[keys].nodes.append(node)
+        for keys in _within(node):
+            if keys in found:
+                found[keys].within = node
     order = list(stands)
     for call in found.values():
         first, last = stands[call.nodes[0]], stands[call.nodes[-1]]
@@ -244,6 +277,22 @@ def calls_in(graph: Graph) -> list[Call]:
             inside = set(call.nodes)
             call.between = next(n for n in order[first:last] if n not in inside)
     return list(found.values())
+
+
+def _units_around(node: Node) -> list[tuple[str, str, type]]:
+    return [call for call in calls_around(node) if hasattr(call[2], "_fsdp_call")]
+
+
+def _within(node: Node) -> Iterator[tuple[str, ...]]:
+    """Yields the calls of units that a checkpoint computes together with others, as in
+    `calls_in`.
+    """
+    if is_checkpoint(node):
+        depth = len(_units_around(node))
+        for each in with_checkpointed(node.args[:1]):  # type: ignore[arg-type]
+            units = _units_around(each)
+            for k in range(depth, len(units)):
+                yield tuple(key for key, *_ in units[: k + 1])
 
 
 def _stays_outside(node: Node) -> bool:
@@ -256,25 +305,18 @@ def _stays_outside(node: Node) -> bool:
     return name in ("tensor", "as_tensor") and not node.all_input_nodes
 
 
-def _switch(node: Node) -> str:
-    """What switches autograd, autocast or inference mode on or off, by name; "" for other nodes."""
-    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-    is_switch = name.startswith(("_enter_", "_exit_")) or name == "_set_grad_enabled"
-    return name if is_switch else ""
-
-
 def _follow(switched: list[Node], node: Node) -> None:
     """Keep in `switched` what has been switched, and not back, after this node as well.
 
     An exit names what it ends. Autograd is as it was once it is switched to what it was where the
     graph begins.
     """
-    name = _switch(node)
+    name = switch_name(node)
     if name.startswith("_exit_"):
         switched[:] = [other for other in switched if other is not node.args[0]]
         return
     if name == "_set_grad_enabled":
-        switched[:] = [other for other in switched if _switch(other) != name]
+        switched[:] = [other for other in switched if switch_name(other) != name]
         if node.args[0] is grad_mode_at_start():
             return
     switched.append(node)

@@ -12,10 +12,10 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import Interpreter
 
 from compiled_fsdp.ir.graph import op_name
 from compiled_fsdp.ir.meta import traced_value
+from compiled_fsdp.torch_private.subgraphs import AsItStands
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +74,7 @@ def gradients_of(body: GraphModule, inputs: Sequence[Any]) -> list[set[int]]:
             )
             for t in inputs
         ]
-        results = Interpreter(body).run(*given)
+        results = AsItStands(body).run(*given)
         wanted = [i for i, t in enumerate(given) if t.requires_grad]
         found = []
         for result in results:

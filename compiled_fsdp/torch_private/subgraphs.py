@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 # Operators that have their functions as graphs of their own up to the end:
 # AOTAutograd inlines others.
 KEEP_GRAPHS = frozenset({"cond", "while_loop", "scan", "map_impl", "flex_attention"})
+# An operator that calls its first argument where it stands, and hands over the rest.
+CHECKPOINT = "tag_activation_checkpoint"
 
 
 def why_inline() -> str:
@@ -138,6 +140,25 @@ def operator_name(target: object) -> str:
     return target.name() if isinstance(target, HigherOrderOperator) else ""
 
 
+class AsItStands(Interpreter):
+    """Runs what is under activation checkpointing where it is called: nothing is computed again,
+    and a policy of what to keep is not asked.
+    """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """As the base's; a checkpoint hands over what stands behind its function."""
+        if operator_name(target) == CHECKPOINT:
+            return AsItStands(args[0]).run(*args[1:])
+        return super().call_function(target, args, kwargs)
+
+
+def checkpoint_policy(body: GraphModule) -> object:
+    """The `context_fn` of the checkpoint that calls this graph of Dynamo's; None: it keeps nothing.
+    Tried on 2.11, 2.13 and 2.15.
+    """
+    return body.meta.get("_checkpoint_context_fn")
+
+
 def is_plain_fake(value: object) -> bool:
     """Whether this is a fake tensor of known sizes, and no subclass (a DTensor, say)."""
     return type(value) is FakeTensor and not value._has_symbolic_sizes_strides
@@ -188,7 +209,7 @@ def what_forbids(body: GraphModule, inputs: Sequence[Any]) -> str:
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs
         ]
         with watch:
-            results = Interpreter(body).run(*given)
+            results = AsItStands(body).run(*given)
     written = [i for i, tensor in enumerate(given) if tensor._version > 0]
     if written:
         return f"it writes to what it is given ({inputs[written[0]]})"

@@ -191,6 +191,13 @@ VARIANTS = {
     },
     "numerics/test_random_fsdp1.py::test_with_regions[3]": "[0]",
     "numerics/test_equal_units.py::test_the_same_numbers[one frozen]": "[frozen]",
+    **{
+        f"numerics/test_equal_units.py::test_the_same_numbers[{case}]": "[checkpoints]"
+        for case in (
+            *("checkpoints of FSDP1", "checkpoints, nothing freed", "reentrant checkpoints"),
+            *("checkpoints, bf16, accumulated", "checkpoints, budget", "nested checkpoints"),
+        )
+    },
     "numerics/test_equal_units.py::test_a_buffer_that_is_written_to": (
         "::test_left_where_it_stands[a buffer is written to]"
     ),

@@ -16,9 +16,14 @@ import torch.nn.functional as F
 from kit.graphs import captured
 from kit.pool import Pool
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from compiled_fsdp import (
     compile_step,
@@ -38,6 +43,7 @@ from compiled_fsdp.planning.costs import assumed
 from compiled_fsdp.torch_private.subgraphs import grad_mode_at_start
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch.fx import Graph
@@ -50,17 +56,16 @@ class Layer(nn.Module):
     several, joined by "+".
     """
 
-    def __init__(self, odd: str) -> None:
+    def __init__(self, odd: str, checkpoints: str = "") -> None:
         super().__init__()
+        self.checkpoints = checkpoints
         self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.out, self.odd = nn.Linear(WIDTH, WIDTH), odd
         self.aside = nn.Linear(WIDTH, 4) if odd in ("aside", "dtype alone") else None
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        y = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)
-        y = self.out(F.gelu(y[:, 0])) * scale
+        y = self.checkpointed(self.attention, self.norm(x)) * scale
         if self.odd == "dropout":
             y = F.dropout(y, 0.5, self.training)
         if "in place inside" in self.odd:
@@ -81,6 +86,17 @@ class Layer(nn.Module):
             return x + y + shift, self.aside(y).mean()
         return x + y + shift, y.mean()
 
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        y = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)
+        return self.out(F.gelu(y[:, 0]))
+
+    def checkpointed(self, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """A part of the layer; "nested": within a checkpoint around the layer."""
+        if self.checkpoints in ("part", "nested"):
+            return checkpoint(part, x, use_reentrant=False)
+        return part(x)
+
 
 def of_constants(odd: str, y: Tensor) -> Tensor:
     if "constants" in odd:  # as caches of Hugging Face's models begin
@@ -91,16 +107,15 @@ def of_constants(odd: str, y: Tensor) -> Tensor:
 class Model(nn.Module):
     """used: which of the layers' results the loss is made of."""
 
-    def __init__(
-        self, depth: int, odd: str = "", checkpoints: bool = False, used: str = "all"
-    ) -> None:
+    def __init__(self, depth: int, odd: str = "", checkpoints: str = "", used: str = "all") -> None:
         super().__init__()
         self.used = used
         self.embedding = nn.Embedding(20, WIDTH)
         nn.init.normal_(self.embedding.weight, std=0.1)
         self.scale = nn.Parameter(torch.ones(4))
-        self.layers = nn.ModuleList(Layer(odd) for _ in range(depth))
+        self.layers = nn.ModuleList(Layer(odd, checkpoints) for _ in range(depth))
         self.checkpoints = checkpoints
+        self.options = [AROUND.get(checkpoints, AROUND["call"])(i) for i in range(depth)]
 
     def forward(self, tokens: Tensor) -> Tensor:
         x, means = self.embedding(tokens), []
@@ -114,7 +129,7 @@ class Model(nn.Module):
                 shift = self.layers[0](x, scale, shift)[0].mean()
             with torch.autocast("cpu", torch.bfloat16):
                 means.append(self.layers[1](x, scale, shift)[1])
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             if odd == "added in place":
                 added, mean = layer(x, scale, shift)
                 x = torch.zeros_like(
@@ -122,8 +137,12 @@ class Model(nn.Module):
                 )  # what else read `x` would add its gradient in another order
                 x.add_(added)
                 x[0] = added[1]
-            elif self.checkpoints:
-                x, mean = checkpoint(layer, x, scale, shift, use_reentrant=False)
+            elif self.checkpoints == "pairs":
+                if i % 2:
+                    continue
+                x, mean = checkpoint(self.pair, i, x, scale, shift, use_reentrant=False)
+            elif self.checkpoints in AROUND:
+                x, mean = checkpoint(layer, x, scale, shift, **self.options[i])
             else:
                 x, mean = layer(x, scale, shift)
             means.append(mean)
@@ -135,6 +154,36 @@ class Model(nn.Module):
         used = means[-1:] if odd == "aside" else means
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) + torch.stack(used).sum()
 
+    def pair(self, i: int, x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        x, mean = self.layers[i](x, scale, shift)
+        return self.layers[i + 1](x, scale, shift + mean)
+
+
+def keeping(i: int, *ops: Any) -> dict[str, Any]:
+    """Options of a checkpoint: a function of its own, which keeps what these ops yield."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def context() -> Any:
+        return create_selective_checkpoint_contexts(policy)
+
+    return {"use_reentrant": False, "context_fn": context}
+
+
+COUNTED: dict[Any, int] = {}
+MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+# Ways to checkpoint whole layers: the options of the checkpoint around layer `i`.
+AROUND: dict[str, Callable[[int], dict[str, Any]]] = {
+    "call": lambda i: {"use_reentrant": False},
+    "reentrant": lambda i: {"use_reentrant": True},
+    "nested": lambda i: {"use_reentrant": False},
+    "keeps matmuls": lambda i: keeping(i, *MATMULS),
+    "the last keeps others": lambda i: keeping(i, *MATMULS[: i < 3]),
+    "counts": lambda i: keeping(i, COUNTED),
+    "each keeps others": lambda i: keeping(i, *MATMULS[: i % 2]),
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -142,12 +191,14 @@ class Case:
 
     beside: what has the same numbers, and under "off", every layer traced for its place, also the
         same communication.
+    saved: how many results of its own a layer keeps for backward, beside those that the next one
+        reads; None: not looked at. Attention under a checkpoint keeps the state of the generator.
     starts: without that, how many gathers and reductions each graph has; None under a budget.
     """
 
     depth: int = 3
     odd: str = ""
-    checkpoints: bool = False
+    checkpoints: str = ""
     frozen: int = 0
     policy: Policy = field(default_factory=Policy)
     reshard: bool | None = True
@@ -158,6 +209,7 @@ class Case:
     plan: tuple[tuple[str, Any], ...] = ()
     num_calls: int = 3
     used: str = "all"
+    saved: int | None = None
     beside: tuple[str, ...] = ("eager",)
     starts: tuple[tuple[int, int], ...] | None = ((4, 0), (4, 4))
 
@@ -182,12 +234,57 @@ CASES = {
     ),
     "FSDP1": Case(wrapper=True, starts=((4, 0), (3, 4))),
     "added in place": Case(odd="added in place", used="x"),
+    "checkpoints": Case(checkpoints="call", beside=OFF, saved=1),
+    "checkpoints of FSDP1": Case(
+        checkpoints="call", wrapper=True, starts=((4, 0), (3, 4)), saved=1
+    ),
+    "checkpoints, nothing freed": Case(
+        checkpoints="call", reshard=False, starts=((4, 0), (0, 4)), saved=1
+    ),
+    "checkpoints, bf16, accumulated": Case(
+        checkpoints="call",
+        policy=Policy(torch.bfloat16, torch.float32),
+        accumulates=True,
+        beside=OFF,
+        saved=1,
+    ),
+    "checkpoints, budget": Case(
+        checkpoints="call", depth=5, plan=(("memory_budget", 0.5),), num_calls=5, starts=None
+    ),
+    "reentrant checkpoints": Case(checkpoints="reentrant", beside=OFF, saved=1),
+    "nested checkpoints": Case(checkpoints="nested", beside=OFF, saved=1),
+    "wrapped in checkpoints": Case(checkpoints="wrapped", beside=OFF, saved=1),
+    "checkpoints in units": Case(checkpoints="part", beside=OFF),
+    "checkpoints that keep": Case(checkpoints="keeps matmuls", beside=OFF, saved=3),
     "switched for one": Case(odd="switched for one", beside=("off",)),
 }
 LEFT = {
     "switched inside": (Case(odd="switched inside", num_calls=0), "%_set_grad_enabled"),
     "dropout": (Case(odd="dropout", num_calls=0), "it draws random numbers"),
-    "checkpoints": (Case(checkpoints=True, num_calls=0), "under activation checkpointing"),
+    "dropout under checkpoints": (
+        Case(odd="dropout", checkpoints="call", num_calls=0),
+        "it draws random numbers",
+    ),
+    "switched inside of checkpoints": (
+        Case(odd="switched inside", checkpoints="call", num_calls=0),
+        "switches autograd",
+    ),
+    "checkpoints that keep one thing or another": (
+        Case(checkpoints="each keeps others", num_calls=0),
+        "it occurs 2 times",
+    ),
+    "a checkpoint that keeps something else": (
+        Case(depth=4, checkpoints="the last keeps others", num_calls=3),
+        "a checkpoint, computes or keeps other than that of layers.0",
+    ),
+    "checkpoints that count": (
+        Case(checkpoints="counts", num_calls=0),
+        "it occurs 1 times",
+    ),
+    "checkpoints around two layers": (
+        Case(depth=4, checkpoints="pairs", num_calls=0),
+        "a checkpoint, computes it together with others",
+    ),
     "two layers": (Case(depth=2, num_calls=0), "no unit occurs 3 times"),
     "a buffer is written to": (Case(odd="buffer", num_calls=0), "it writes to what it is given"),
     "an argument is": (Case(odd="argument", num_calls=0), "it writes to what it is given"),
@@ -212,6 +309,8 @@ def make(case: Case) -> tuple[nn.Module, nn.Module]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Model(case.depth, case.odd, case.checkpoints, case.used)
+    if case.checkpoints == "wrapped":
+        model.layers = nn.ModuleList(map(checkpoint_wrapper, model.layers))
     for layer in model.layers[: case.frozen]:
         layer.requires_grad_(requires_grad=False)
     if case.wrapper:
@@ -295,6 +394,9 @@ def compare(case: Case) -> None:
     assert len(find(forward, INVOKE)) == case.num_calls
     assert len({node.args[1] for node in find(forward, INVOKE)}) == 1 + (case.frozen > 1)
     assert len(find(backward, INVOKE)) == case.num_calls
+    if case.saved is not None:
+        results = [{read.args[1] for read in call.users} for call in find(forward, INVOKE)]
+        assert [len(each) for each in results] == [2 + case.saved] * case.num_calls, forward
     names = [sorted(n.name.rstrip("_0123456789") for n in starts(graph)) for graph in graphs]
     if "off" in case.beside:
         assert names == [
@@ -328,7 +430,7 @@ def left(case: Case, why: str) -> None:
         warnings.simplefilter("always")
         errors._said.clear()
         _, graphs, _ = train(case, "units", steps=1)
-    assert not any(find(graph, INVOKE) for graph in graphs)
+    assert {len(find(graph, INVOKE)) for graph in graphs} == {case.num_calls}
     texts = [str(each.message) for each in said if "regions='units'" in str(each.message)]
     assert any(why in text for text in texts), texts
 

@@ -100,7 +100,7 @@ CASES = {
     "all in one, and dropout": replace(ALL, dropout=0.2),
     "bf16": Case(depth=7, older=True, policy=MIXED),
     "FSDP1": Case(depth=7, wrapper=True),  # which divides gradients before they are reduced, too
-    "units": replace(ALL, checkpoints=False, regions="units"),
+    "units": replace(ALL, regions="units"),
     "units in bf16": Case(depth=7, older=True, policy=MIXED, regions="units"),
 }
 
