@@ -51,19 +51,20 @@ class Called:
                 args, kwargs = on_device((args, kwargs), self._fsdp_inputs_on)
             return self._fsdp_call(args, kwargs)
         call = _before_call(self, is_call_compiled(self))
-        under_way = _begin(self)
+        under_way, depth = _under_way(self)
         try:
+            under_way.append(self)
             args, kwargs = _moved(self, args, kwargs)
             while True:
                 try:
                     return call(self, args, kwargs)
                 except LeftGraph as error:
                     leave_graph(self, error)
-                except BaseException as error:  # an interrupt ends a call halfway, too
-                    _after_error(self, error)
-                    raise
+        except BaseException as error:  # an interrupt ends a call halfway, too
+            _after_error(self, error)
+            raise
         finally:
-            under_way.pop()
+            del under_way[depth:]  # an interrupt may have come before it was appended
             _after_call(self)
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
@@ -116,20 +117,22 @@ def call_method(module: Any, method: Callable[..., Any], args: Any, kwargs: Any)
             args, kwargs = on_device((args, kwargs), module._fsdp_inputs_on)
         return method(args, kwargs)
     if _is_under_way(module):
-        under_way = _begin(module)
+        under_way, depth = _under_way(module)
         try:
+            under_way.append(module)
             return method(args, kwargs)
         finally:
-            under_way.pop()
+            del under_way[depth:]
     _before_method(module)
-    under_way = _begin(module)
+    under_way, depth = _under_way(module)
     try:
+        under_way.append(module)
         return method(*_moved(module, args, kwargs))
     except BaseException as error:
         _after_error(module, error)
         raise
     finally:
-        under_way.pop()
+        del under_way[depth:]
         _after_call(module)
 
 
@@ -148,11 +151,10 @@ def _before_method(module: Any) -> None:
 
 
 @untraced
-def _begin(module: Any) -> list[Any]:
-    """The modules of its unit whose calls are under way, this one the last."""
+def _under_way(module: Any) -> tuple[list[Any], int]:
+    """The modules of its unit whose calls are under way, and how many they are."""
     under_way: list[Any] = module._fsdp_runtime().under_way
-    under_way.append(module)
-    return under_way
+    return under_way, len(under_way)
 
 
 @untraced

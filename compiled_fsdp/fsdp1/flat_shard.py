@@ -142,6 +142,7 @@ class FlatShard(ShardedParam):
         assert self.unsharded is not None
         full = self.unsharded
         self._views_shown = []
+        self.is_shown = True  # first: an interrupt may come between
         with torch.enable_grad():
             for member, view in zip(self.members, self._views(full), strict=True):
                 self.keeper._setattr_tensor(
@@ -152,7 +153,6 @@ class FlatShard(ShardedParam):
                     member.module._parameters[member.name] = shown
                     self._views_shown.append(shown)
         self._register_flat(full)
-        self.is_shown = True
 
     def _views(self, full: Tensor) -> list[Tensor]:
         views = list(self.keeper._get_unflat_views(full))

@@ -157,26 +157,39 @@ def _explain_full(
 @untraced
 def _start_at_zero(module: nn.Module, entries: dict[str, Any], prefix: str, _: object) -> None:
     """A hook after `state_dict`: parameters lie somewhere in a flat buffer, and are to be copied
-    and saved all the same.
+    and saved all the same. What is written to their local tensors, as a checkpoint is loaded, is
+    counted like any other write; where a rank has no rows it would write nothing, and others alone
+    would count.
 
     Names that are tied get one tensor: `torch.save` would write two.
     """
     for name in module._parameters:
         entry = entries.get(prefix + name)
-        if type(entry) is DTensor and entry.storage_offset() and not entry.requires_grad:
-            on_meta = entry.device.type == "meta"
-            known = None if on_meta else _of_a_tied_name(module, name, entry, entries)
-            made = starting_at_zero(entry) if on_meta else in_own_storage(entry)
-            entries[prefix + name] = made if known is None else known
+        if type(entry) is not DTensor or entry.requires_grad:
+            continue
+        if entry.device.type == "meta":
+            entries[prefix + name] = starting_at_zero(entry)
+            continue
+        known = _of_a_tied_name(module, name, entry, entries)
+        if known is None:
+            param = _param_of(module, name)
+            counted = param.local if param is not None and param.is_on_all_ranks else None
+            known = in_own_storage(entry, counted)
+        entries[prefix + name] = known
+
+
+def _param_of(module: nn.Module, name: str) -> ShardedParam | None:
+    table = module._parameters
+    owner = table.owners.get(name) if isinstance(table, Registered) else None
+    return owner[1] if owner is not None else None
 
 
 def _of_a_tied_name(
     module: nn.Module, name: str, entry: DTensor, entries: dict[str, Any]
 ) -> DTensor | None:
     """Returns what another name of the same parameter has got already."""
-    table = module._parameters
-    owner = table.owners.get(name) if isinstance(table, Registered) else None
-    if owner is None or len(owner[1].owners) == 1:
+    param = _param_of(module, name)
+    if param is None or len(param.owners) == 1:
         return None
     start = local_tensor(entry).data_ptr()
     others = (

@@ -7,7 +7,7 @@ import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, no_grad
 from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -83,12 +83,14 @@ def starting_at_zero(tensor: DTensor) -> DTensor:
     return copied
 
 
-def in_own_storage(tensor: DTensor) -> DTensor:
+def in_own_storage(tensor: DTensor, counted: Tensor | None = None) -> DTensor:
     """Another DTensor in the same memory and with the same version, whose local tensor has a
     storage of its own and starts it.
 
     So `copy.deepcopy`, `torch.save`, and Dynamo, which wants to hear the local tensor's offset,
-    take it. Tried on 2.11 and 2.13.
+    take it. Tried on 2.11, 2.13 and 2.15.
+
+    counted: whose version is to count what is written to its local tensor, too.
     """
     local = tensor._local_tensor
     start = local.storage_offset() * local.itemsize
@@ -106,6 +108,10 @@ def in_own_storage(tensor: DTensor) -> DTensor:
     made: Any = tensor.detach()
     made.data = placed  # all but version and local tensor
     made._local_tensor = placed._local_tensor
+    if counted is not None:
+        with no_grad():
+            made._local_tensor = counted.detach()
+        made._local_tensor.data = placed._local_tensor  # all but the version
     return made  # type: ignore[no-any-return]
 
 

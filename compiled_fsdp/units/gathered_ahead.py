@@ -81,7 +81,9 @@ class GatheredAhead:
         if under_way.version != flat.version():
             under_way.work.wait()
             return None
-        if not flat.unit.settings.check:  # else all ranks find it, and say so together
+        if flat.unit.settings.check:  # all ranks find it, and say so together
+            flat.resting.doubt(checksum(flat.data) != under_way.total)
+        else:
             check_unwritten(flat.unit.name, flat.data, under_way.total, BEFORE_FORWARD)
         register_work(under_way.gathered, under_way.work)
         return under_way.gathered

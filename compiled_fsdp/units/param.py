@@ -157,6 +157,11 @@ class ShardedParam:
         return local_tensor(self.sharded)
 
     @property
+    def is_on_all_ranks(self) -> bool:
+        """Whether each rank has rows of it."""
+        return self.layout.local_rows(self.spec.group_size - 1) > 0 and self.layout.numel > 0
+
+    @property
     def held_as(self) -> list[nn.Parameter]:
         """What optimizers hold of it."""
         return [self.sharded]

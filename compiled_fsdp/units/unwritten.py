@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 
     from .param import ShardedParam
 
+COLUMNS, ODD = 512, 0x1E3779B97F4A7C15  # of a table of 64-bit integers; what its rows count
 MOST_CALLS = 1024  # of a unit that is called again and again, and no backward comes
 DEVICE_MESSAGE = 254  # characters that `_assert_async` takes on CUDA
 # Where a write was missed, and what to do; see `check_unwritten`.
-_INSTEAD = "No version counts such writes: write to each parameter itself under torch.no_grad()"
+_INSTEAD = (
+    "No version counts such writes, nor those through .numpy() or a detached local tensor: write "
+    "to each parameter itself under torch.no_grad()"
+)
 BEFORE_FORWARD = (
     "between optimizer.step() and forward, and had been gathered already. "
     f"{_INSTEAD}, or pass max_ahead_bytes=0 to overlap_optimizer "
@@ -43,12 +47,26 @@ WHILE_KEPT = (
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns a checksum of every bit, to notice also what no version counts."""
+    """Returns a checksum of every bit and of its place, to notice also what no version counts, and
+    what has only been moved: rows that change places.
+
+    In a table of 64-bit integers each row's sum is multiplied by the number of the row, and each
+    column's by that of the column. It does not notice what leaves all of these sums as they are.
+    """
     if 0 in tensor.stride():  # of parameters that are apart (`no_memory`)
         tensor = tensor.as_strided((1,), (1,))
     data = tensor.detach().reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
-    return data[:whole].view(torch.int64).sum() + data[whole:].sum()
+    words = data[:whole].view(torch.int64)
+    num = words.numel() // COLUMNS * COLUMNS
+    # Sums of the sums up to each place count the last place once, the one before twice.
+    total = words[num:].cumsum(0).sum()
+    if num:
+        table = words[:num].view(-1, COLUMNS)
+        total += table.sum(1).cumsum(0).sum() * ODD + table.sum(0).cumsum(0).sum()
+    if whole < data.numel():
+        total += data[whole:].cumsum(0, dtype=torch.int64).sum()
+    return total
 
 
 def check_unwritten(name: str, data: Tensor, before: Tensor, why: str) -> None:

@@ -110,11 +110,12 @@ class Deferred:
 
     def _run(self, stops: Callable[[bool], bool]) -> None:
         steps = self._steps
-        self._steps = []
-        for i, (op, args, kwargs, result) in enumerate(steps):
-            if op is comm.WAIT and stops(self._is_copy(steps[i])):
-                self._steps = steps[i:]
-                return
+        stop = (n for n, s in enumerate(steps) if s[0] is comm.WAIT and stops(self._is_copy(s)))
+        count = next(stop, len(steps))
+        if not count:
+            return  # an interrupt leaves what was started to whoever drops it
+        self._steps = []  # if one raises, the rest is not run
+        for op, args, kwargs, result in steps[:count]:
             if op is comm.WAIT:
                 result.tensor = self._wait(*_tensors(args))
             elif op in comm.STARTS:
@@ -125,6 +126,7 @@ class Deferred:
                 KEPT[op](*_tensors(args), **kwargs)
             else:
                 result.tensor = launch.call(op, *_tensors(args), **kwargs)
+        self._steps = steps[count:]
 
     def _wait(self, started: Any) -> Any:
         try:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from kit.beside import WIDTH, Net, Side, beside
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import compiled_fsdp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from types import FrameType
 
     from kit.pool import Pool
 
@@ -190,6 +198,73 @@ def stopped_on_purpose(side: Side, front_end: str, at: str) -> None:
 @pytest.mark.parametrize("front_end", ["shard", "wrap"])
 def test_a_forward_that_a_hook_ends(two: Pool, front_end: str, at: str) -> None:
     two.run(beside_eagerly, stopped_on_purpose, front_end, at)
+
+
+OURS = str(Path(compiled_fsdp.__file__).parent)
+
+
+@contextmanager
+def interrupted(at: int, within: str) -> Iterator[list[str]]:
+    """Ctrl-C where the function of this number of ours begins to run, of a file with this in its
+    name: where Python looks for signals. Yields its name, once it has come.
+    """
+    left, where = at, list[str]()
+
+    def watch(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal left
+        name = frame.f_code.co_filename
+        if name.startswith(OURS) and within in name:
+            left -= 1
+            if not left:
+                where.append(f"{name}:{frame.f_lineno} ({frame.f_code.co_name})")
+                raise KeyboardInterrupt
+
+    sys.settrace(watch)
+    try:
+        yield where
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize(
+    ("within", "every"), [("deferred.py", 3), ("called.py", 1), ("classes.py", 5), ("", 151)]
+)
+@pytest.mark.parametrize("front_end", ["shard", "wrap"])
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in generators
+def test_an_interrupt_anywhere(front_end: str, within: str, every: int) -> None:
+    """A step, and an evaluation, are interrupted; the next step has the gradients of any other."""
+    side = Side("eager")
+    model: Any = getattr(side, front_end)(Net(), "a", "b")
+
+    def step() -> list[Tensor]:
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+        found = [whole.clone() for p in model.parameters() if (whole := local(p.grad)) is not None]
+        model.zero_grad()
+        return found
+
+    step()
+    expected, at, where = step(), 0, [""]
+    while where:
+        at += every
+        with suppress(KeyboardInterrupt), interrupted(at, within) as where:
+            step()
+            with torch.no_grad():
+                model(torch.ones(2, WIDTH))
+        torch.set_grad_enabled(mode=True)  # an interrupt can keep no_grad() from ending
+        model.zero_grad()
+        try:
+            for _ in range(2):
+                found = step()
+                assert len(found) == len(expected)
+                assert all(map(torch.equal, found, expected))
+        except (RuntimeError, AttributeError, AssertionError) as error:  # frames hold freed memory
+            pytest.fail(f"behind an interrupt at {where}: {error}", pytrace=False)
+    assert at > 10 * every
+
+
+def local(grad: Tensor | None) -> Tensor | None:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def beside_eagerly(script: Callable[..., None], *args: Any) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from kit.compare import check_equal
 from kit.harness import BACKENDS, Options, batch_of, build, local, shard
 from kit.models import loss_of
@@ -168,7 +169,7 @@ def changed_by_hand(run: Run) -> list[float]:
     losses = []
     saved = {name: value.clone() for name, value in run.model.state_dict().items()}
     first = next(run.model.parameters())
-    for step in range(6):
+    for step in range(7):
         losses.append(run.step(step))
         with torch.no_grad():
             if step == 0:
@@ -180,4 +181,15 @@ def changed_by_hand(run: Run) -> list[float]:
         if step == 4:
             with torch.inference_mode():
                 first.add_(1)
+        if step == 5:
+            load_in_place(run.model, saved)
     return losses
+
+
+def load_in_place(model: Any, saved: dict[str, Any]) -> None:
+    """As `torch.distributed.checkpoint.load` writes: to the local tensors of a state dict, which
+    are not empty on any rank.
+    """
+    for name, value in model.state_dict().items():
+        if len(value) >= dist.get_world_size():
+            value.to_local().detach().copy_(saved[name].to_local())

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from kit.compare import check_equal
 from kit.harness import BACKENDS, SLOW, Options, batch_of, local
 from kit.models import loss_of
-from kit.overlap import BF16, OPTIMIZERS, Run, start
+from kit.overlap import BF16, OPTIMIZERS, Run, load_in_place, start
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -86,8 +86,8 @@ def plain(trainer: Trainer) -> list[float]:
 
 
 def between(trainer: Trainer) -> list[float]:
-    """Evaluations, writes by hand, state dicts, ordinary steps, an average of the weights, a step
-    compiled again, one after a failure, and frozen parameters.
+    """Evaluations, writes by hand and to state dicts, loading these, ordinary steps, an average of
+    the weights, a step compiled again, one after a failure, and frozen parameters.
     """
     model, losses = trainer.run.model, []
     first = next(model.parameters())
@@ -108,6 +108,7 @@ def between(trainer: Trainer) -> list[float]:
             for name, value in model.state_dict().items():
                 average[name].lerp_(value, 0.1)
         if i == 5:
+            load_in_place(model, saved)
             trainer.make()
         if i == 6:
             with pytest.raises((RuntimeError, TypeError)):

@@ -194,12 +194,18 @@ def dropped(run: Run) -> list[float]:
     return losses
 
 
-def written_through_data(kind: str) -> None:
-    """What no version counts is an error, not a stale parameter."""
+def written_through_data(kind: str, moved: bool) -> None:
+    """What no version counts is an error, not a stale parameter; also where all values are still
+    there, in other places.
+    """
     run = start(True, kind, Options("odd"))
     run.step(0)
     for p in run.model.parameters():
-        p.data.mul_(2)
+        if moved:
+            shard = p.detach().to_local().numpy()
+            shard[...] = shard.reshape(-1)[::-1].reshape(shard.shape).copy()
+        else:
+            p.data.mul_(2)
     assert run.num_ahead()
     with pytest.raises(
         RuntimeError,
@@ -208,9 +214,10 @@ def written_through_data(kind: str) -> None:
         run.call(*batch_of(run.name, 1))
 
 
+@pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_writes_through_data_are_noticed(two: Pool, kind: str) -> None:
-    two.run(written_through_data, kind)
+def test_writes_through_data_are_noticed(two: Pool, kind: str, moved: bool) -> None:
+    two.run(written_through_data, kind, moved)
 
 
 def interrupted(run: Run) -> list[float]:

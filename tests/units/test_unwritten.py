@@ -6,6 +6,7 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from compiled_fsdp import errors
@@ -56,3 +57,19 @@ def test_a_buffer_without_memory_has_a_checksum() -> None:
     assert checksum(whole) == checksum(whole.clone())
     assert checksum(whole) != checksum(2 * whole)
     assert checksum(none) == checksum(torch.zeros(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num", [3, 8, 600, 5003])
+def test_what_changes_places_changes_the_checksum(num: int, dtype: torch.dtype) -> None:
+    """A row, a word, a half of one, the bytes behind the last word; in and out of the table."""
+    torch.manual_seed(0)
+    data = torch.randn(num).to(dtype)
+    before = checksum(data)
+    places = [*torch.randint(num, (30, 2)).tolist(), (0, num - 1), (num // 2, 0)]
+    moved = [data.flip(0), data.roll(1), data.sort().values]
+    for i, j in places:
+        moved.append(data.clone())
+        moved[-1][i], moved[-1][j] = data[j], data[i]
+    for other in moved:
+        assert (checksum(other) == before) == torch.equal(other, data)
