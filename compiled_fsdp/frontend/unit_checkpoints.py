@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.ir.meta import module_calls
-from compiled_fsdp.torch_private.subgraphs import CHECKPOINT, checkpoint_policy, operator_name
+from compiled_fsdp.ir.meta import checkpoint_policy, module_calls
+from compiled_fsdp.torch_private.subgraphs import CHECKPOINT, operator_name
 
 from .control_flow import switch_name
 

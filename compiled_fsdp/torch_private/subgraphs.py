@@ -152,13 +152,6 @@ class AsItStands(Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def checkpoint_policy(body: GraphModule) -> object:
-    """The `context_fn` of the checkpoint that calls this graph of Dynamo's; None: it keeps nothing.
-    Tried on 2.11, 2.13 and 2.15.
-    """
-    return body.meta.get("_checkpoint_context_fn")
-
-
 def is_plain_fake(value: object) -> bool:
     """Whether this is a fake tensor of known sizes, and no subclass (a DTensor, say)."""
     return type(value) is FakeTensor and not value._has_symbolic_sizes_strides
