@@ -71,18 +71,20 @@ def current(names: Iterable[str], model: Any) -> dict[str, str]:
 
 
 def reader(made_for: dict[str, str]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that reads from a model all plain values among facts, and which attributes are
-    there that were not; fast, since it runs in each call.
+    """A function that reads from a model all plain values among facts, functions, the classes of
+    other values, and which attributes are there that were not; fast, since it runs in each call.
     """
     parts = []
     for name, value in made_for.items():
         tree = ast.parse(name, mode="eval").body
-        if "G[" in name or not (value.startswith("=") or value == NOTHING):
+        if "G[" in name:
             continue
         _check(tree)
         tree = _Uncopied().visit(tree)
-        if value != NOTHING:
+        if value.startswith("=") or (value != NOTHING and " " in value):  # of a function, two words
             parts.append(f"{ast.unparse(tree)}, ")
+        elif value != NOTHING:
+            parts.append(f"type({ast.unparse(tree)}), ")
         elif isinstance(tree, ast.Subscript):
             parts.append(f"{ast.unparse(tree.slice)} in {ast.unparse(tree.value)}, ")
     code = compile(f"lambda L: ({''.join(parts)})", "<facts>", "eval")

@@ -90,6 +90,8 @@ class Loaded:
 
     ready: its programs by mode.
     handles: of each sharded parameter that was accepted, module and name, and what is read of it.
+    children: of each module that was there when parameters were accepted: the table of the module
+        that has it, its name, and itself.
     otherwise: "raise", or "compile".
     """
 
@@ -100,6 +102,7 @@ class Loaded:
     ready: dict[str, Ready]
     otherwise: str
     handles: list[tuple[Any, str, Handle]] = field(default_factory=list)
+    children: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     compiled: Callable[..., Any] | None = None
 
@@ -150,6 +153,8 @@ class Loaded:
         """All in which this call differs from what was compiled."""
         if mode not in self.ready:
             return {"mode": (" and ".join(self.ready), mode)}
+        if any(table.get(name) is not child for table, name, child in self.children):
+            self._forget()
         ready = self.ready[mode]
         program = ready.program
         found = differences(self.settings, settings())
@@ -167,6 +172,12 @@ class Loaded:
             for guard in () if found else ready.broken(sizes):
                 found[f"sizes of arguments: {guard}"] = "assumed", str(sizes)
         return found | self._of_facts(ready) | self._of_parameters()
+
+    def _forget(self) -> None:
+        """Another module stands somewhere: all of the model is to be compared again."""
+        self.handles, self.children = [], []
+        for ready in self.ready.values():
+            ready.values = None
 
     def _of_facts(self, ready: Ready) -> dict[str, tuple[str, str]]:
         try:
@@ -200,8 +211,13 @@ class Loaded:
             for module, name, _ in self.handles
             if name in module._fsdp_replaced
         }
+        self.children = [
+            (module._modules, name, child)
+            for module in self.model.modules()
+            for name, child in module._modules.items()
+        ]
         if found:
-            self.handles = []
+            self._forget()
         return found
 
     def _otherwise(

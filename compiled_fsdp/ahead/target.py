@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.ir.spec import ParamSpec
     from compiled_fsdp.units.handles import Handle
+    from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
 
 INDUCTOR_BACKEND, EAGER_BACKEND = "compiled_fsdp", "compiled_fsdp_eager"
@@ -91,11 +92,13 @@ def describe(model: nn.Module, units: Sequence[Unit], backend: str) -> dict[str,
     """
     found = {**_environment(backend), **settings()}
     found["world size"] = dist.get_world_size()
+    paths = _paths(model)
     for number, unit in enumerate(units):
         found |= _of_unit(unit, f"unit {number} ({unit.name})")
         for place, flat in enumerate(unit.flats):
             for param in flat.params:
                 found |= _of_param(param.handle, flat, param, (number, place))
+                found[f"parameter {param.fqn}: held as"] = _held_as(param, paths)
     seen: dict[int, str] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         kind = f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device.type}"
@@ -105,6 +108,20 @@ def describe(model: nn.Module, units: Sequence[Unit], backend: str) -> dict[str,
         kind = f"{tuple(param.shape)} {param.dtype} on {param.device.type}"
         found[f"parameter {name}, not sharded"] = kind + trained(requires_grad=param.requires_grad)
     return found
+
+
+def _paths(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Where each module of a model stands, now."""
+    found: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(module, []).append(f"{path}." if path else "")
+    return found
+
+
+def _held_as(param: ShardedParam, paths: dict[nn.Module, list[str]]) -> str:
+    """The names under which a model has a parameter; of one that is tied, several."""
+    names = [f"{path}{name}" for module, name in param.owners for path in paths.get(module, ())]
+    return ", ".join(sorted(names)) or "(nothing)"
 
 
 def _environment(backend: str) -> dict[str, Any]:

@@ -446,6 +446,28 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda m: (m.head.bias.requires_grad_(False), m(torch.ones(BATCH, WIDTH))),
         "parameter head.bias: requires_grad: True, here False",
     ),
+    "another module": (
+        lambda m: (setattr(m.blocks[0], "drop", nn.Identity()), m(torch.ones(BATCH, WIDTH))),
+        "model.blocks.0.drop: torch.nn.modules.dropout.Dropout, here torch.nn.modules.linear.Ident",
+    ),
+    "modules in another order": (
+        lambda m: (
+            setattr(m, "blocks", nn.ModuleList(m.blocks[::-1])),
+            m(torch.ones(BATCH, WIDTH)),
+        ),
+        "parameter blocks.0.up.weight: held as: blocks.0.up.weight, here blocks.1.up.weight",
+    ),
+    "a parameter that is tied": (
+        lambda m: (
+            setattr(m.blocks[0].up, "weight", m.blocks[1].up.weight),
+            m(torch.ones(BATCH, WIDTH)),
+        ),
+        "held as: blocks.1.up.weight, here blocks.0.up.weight, blocks.1.up.weight",
+    ),
+    "another function": (
+        lambda m: (setattr(m, "ends", torch.neg), m(torch.ones(BATCH, WIDTH))),
+        "model.ends",
+    ),
     "a replaced parameter": (
         lambda m: torch.func.functional_call(
             m, {"head.bias": torch.zeros(5)}, torch.ones(BATCH, WIDTH)
