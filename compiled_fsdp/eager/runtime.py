@@ -225,6 +225,8 @@ class Runtime(FullParams):
         """An exception left a forward of the unit; not the one by which activation checkpointing
         ends a recomputation early. Parameters are sharded then, as those that have the gradients.
         """
+        if self.under_way and self._calls_itself(self.under_way[-1]):
+            return  # the call around this one may catch it, and needs what is there
         self.is_in_forward = False
         if in_backward():
             return

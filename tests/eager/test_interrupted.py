@@ -200,6 +200,44 @@ def test_a_forward_that_a_hook_ends(two: Pool, front_end: str, at: str) -> None:
     two.run(beside_eagerly, stopped_on_purpose, front_end, at)
 
 
+class Recursive(Net):
+    """Calls itself, and does without where that raises; a weight is that of a unit inside."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+        if self.fails and not depth:
+            raise ValueError("a bad part")
+        if depth:
+            try:
+                x = x + self(x * 0.5, depth - 1).sum(1, keepdim=True)
+            except ValueError:
+                x = x * 2
+        return super().forward(x)
+
+
+def inner_call_raises(side: Side) -> None:
+    model: Any = side.shard(Recursive(), "a")
+    optimizer = side.sgd(model.parameters())
+    for step in range(4):
+        model.fails = step % 2 == 1
+        loss = model(side.batch(step)).square().mean()
+        loss.backward()
+        side.note("loss", loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        side.note_params(model)
+
+
+def test_a_call_of_itself_that_raises(two: Pool) -> None:
+    """The call around it needs what was gathered."""
+    two.run(beside_eagerly, inner_call_raises)
+
+
 OURS = str(Path(compiled_fsdp.__file__).parent)
 
 
