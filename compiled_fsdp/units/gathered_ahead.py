@@ -14,7 +14,7 @@ from compiled_fsdp.ir import schema
 from compiled_fsdp.torch_private.groups import register_work
 from compiled_fsdp.wire import launch
 
-from .unwritten import BEFORE_FORWARD, check_unwritten, checksum
+from .unwritten import BEFORE_FORWARD, check_unwritten, checksum, plain_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,12 +30,14 @@ class UnderWay:
 
     version: of the buffer when it was started.
     total: a checksum of the buffer then.
+    plain: of a checked unit, a sum that moving values does not change; see `check_unwritten`.
     gathered: what it writes to, before it is awaited.
     work: what is awaited.
     """
 
     version: tuple[int, ...]
     total: Tensor
+    plain: Tensor | None
     gathered: Tensor
     work: Any
 
@@ -69,7 +71,8 @@ class GatheredAhead:
                 name_of(flat, piece),
                 "forward",
             )
-            self.pieces[piece] = UnderWay(version, checksum(flat.data), gathered, work)
+            plain = plain_sum(flat.data) if flat.unit.settings.check else None
+            self.pieces[piece] = UnderWay(version, checksum(flat.data), plain, gathered, work)
 
     def take(self, flat: FlatBuffer, piece: Piece) -> Tensor | None:
         """The gather of a piece that is under way, to be awaited as any other; None if there is
@@ -81,10 +84,7 @@ class GatheredAhead:
         if under_way.version != flat.version():
             under_way.work.wait()
             return None
-        if flat.unit.settings.check:  # all ranks find it, and say so together
-            flat.resting.doubt(checksum(flat.data) != under_way.total)
-        else:
-            check_unwritten(flat.unit.name, flat.data, under_way.total, BEFORE_FORWARD)
+        check_unwritten(flat.unit.name, flat.data, under_way.total, BEFORE_FORWARD, under_way.plain)
         register_work(under_way.gathered, under_way.work)
         return under_way.gathered
 

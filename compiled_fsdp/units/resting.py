@@ -60,13 +60,6 @@ class Resting:
                 self.sums[at], self.changed[at] = now[place], False
                 self.seen[at] = version, when
 
-    def doubt(self, differs: Tensor) -> None:
-        """Count all as changed if this is true, found under the same version by a sum that also
-        tells places: no parameter's own sum may show it.
-        """
-        if self.changed is not None:
-            self.changed |= differs
-
     def forget(self) -> None:
         """What comes next may be anything: an optimizer is about to write."""
         self.num_forgotten += 1

@@ -53,32 +53,48 @@ def checksum(tensor: Tensor) -> Tensor:
     In a table of 64-bit integers each row's sum is multiplied by the number of the row, and each
     column's by that of the column. It does not notice what leaves all of these sums as they are.
     """
-    if 0 in tensor.stride():  # of parameters that are apart (`no_memory`)
-        tensor = tensor.as_strided((1,), (1,))
-    data = tensor.detach().reshape(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    words = data[:whole].view(torch.int64)
+    words, ends = _words(tensor)
     num = words.numel() // COLUMNS * COLUMNS
     # Sums of the sums up to each place count the last place once, the one before twice.
     total = words[num:].cumsum(0).sum()
     if num:
         table = words[:num].view(-1, COLUMNS)
         total += table.sum(1).cumsum(0).sum() * ODD + table.sum(0).cumsum(0).sum()
-    if whole < data.numel():
-        total += data[whole:].cumsum(0, dtype=torch.int64).sum()
+    if ends.numel():
+        total += ends.cumsum(0, dtype=torch.int64).sum()
     return total
 
 
-def check_unwritten(name: str, data: Tensor, before: Tensor, why: str) -> None:
+def plain_sum(tensor: Tensor) -> Tensor:
+    """Returns a checksum of every bit that stays the same when words are only moved."""
+    return torch.stack([part.sum() for part in _words(tensor)]).sum()
+
+
+def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of a tensor as 64-bit integers, and the bytes behind the last of them."""
+    if 0 in tensor.stride():  # of parameters that are apart (`no_memory`)
+        tensor = tensor.as_strided((1,), (1,))
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    return data[:whole].view(torch.int64), data[whole:]
+
+
+def check_unwritten(
+    name: str, data: Tensor, before: Tensor, why: str, plain: Tensor | None = None
+) -> None:
     """Fail if a unit's buffer has changed without a new version: other ranks may not know, so
     gathering again could hang.
 
     name: of the unit.
     before: the checksum of `data` then.
     why: one of the texts above.
+    plain: its `plain_sum` then, where all ranks find what has changed that, and say so together.
     """
     text = f"parameters of {name} were written to through .data, or by a foreach op, {why}"
-    torch._assert_async(checksum(data) == before, _for_device(text, before.device))
+    is_fine = checksum(data) == before
+    if plain is not None:
+        is_fine |= plain_sum(data) != plain
+    torch._assert_async(is_fine, _for_device(text, before.device))
 
 
 def _for_device(text: str, device: torch.device) -> str:

@@ -314,3 +314,20 @@ def which_come_first() -> None:
 def test_what_forward_gathers_first_goes_first(two: Pool) -> None:
     """Nothing goes ahead of a unit that forward needs before, however small that is."""
     two.run(which_come_first, timeout=SLOW)
+
+
+def moved_between(check: str | None) -> None:
+    """The first parameter's values change places in a way that no version counts."""
+    with planned(check=check):
+        trainer = Trainer(ODD, "sgd", is_whole=True)
+        trainer.step(0)
+        assert trainer.num_ahead
+        shard = next(trainer.run.model.parameters()).detach().to_local().numpy()
+        shard[...] = shard.reshape(-1)[::-1].reshape(shard.shape).copy()
+        with pytest.raises(RuntimeError, match="written to through .data, or by a foreach op"):
+            trainer.step(1)
+
+
+@pytest.mark.parametrize("check", [None, "checksums"])
+def test_values_that_only_change_places(two: Pool, check: str | None) -> None:
+    two.run(moved_between, check)
