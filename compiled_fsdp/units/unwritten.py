@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
     from .param import ShardedParam
 
-COLUMNS, ODD = 512, 0x1E3779B97F4A7C15  # of a table of 64-bit integers; what its rows count
+COLUMNS = 512  # of a table of integers
+ODD, MIX = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 MOST_CALLS = 1024  # of a unit that is called again and again, and no backward comes
 DEVICE_MESSAGE = 254  # characters that `_assert_async` takes on CUDA
 # Where a write was missed, and what to do; see `check_unwritten`.
@@ -50,33 +52,49 @@ def checksum(tensor: Tensor) -> Tensor:
     """Returns a checksum of every bit and of its place, to notice also what no version counts, and
     what has only been moved: rows that change places.
 
-    In a table of 64-bit integers each row's sum is multiplied by the number of the row, and each
-    column's by that of the column. It does not notice what leaves all of these sums as they are.
+    In a table of 64-bit integers (of 64-bit numbers their halves, whose signs would come in pairs
+    otherwise) a hash of each row's and each column's sum is added up. It does not notice what
+    leaves all of these sums as they are.
     """
-    words, ends = _words(tensor)
+    words, ends = _words(tensor, torch.int32 if tensor.dtype.itemsize == 8 else torch.int64)
     num = words.numel() // COLUMNS * COLUMNS
-    # Sums of the sums up to each place count the last place once, the one before twice.
-    total = words[num:].cumsum(0).sum()
+    total = _hashed(words[num:], 0)
     if num:
         table = words[:num].view(-1, COLUMNS)
-        total += table.sum(1).cumsum(0).sum() * ODD + table.sum(0).cumsum(0).sum()
+        total += _hashed(table.sum(1), 1) + _hashed(table.sum(0), 2)
     if ends.numel():
-        total += ends.cumsum(0, dtype=torch.int64).sum()
+        total += _hashed(ends, 3)
     return total
+
+
+def _hashed(values: Tensor, kind: int) -> Tensor:
+    mixed = values * _weights(values.numel(), kind, values.device)
+    mixed ^= mixed >> 32
+    return (mixed * MIX).sum()
+
+
+@lru_cache(maxsize=256)
+def _weights(num: int, kind: int, device: torch.device) -> Tensor:
+    """Odd numbers by which the sums of different places differ; a kind has its own."""
+    with torch.inference_mode(mode=False):
+        mixed = torch.arange(1, num + 1, device=device) * ODD + kind * MIX
+        for _ in range(2):
+            mixed = (mixed ^ (mixed >> 29)) * MIX
+        return mixed ^ (mixed >> 32) | 1
 
 
 def plain_sum(tensor: Tensor) -> Tensor:
     """Returns a checksum of every bit that stays the same when words are only moved."""
-    return torch.stack([part.sum() for part in _words(tensor)]).sum()
+    return torch.stack([part.sum() for part in _words(tensor, torch.int64)]).sum()
 
 
-def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of a tensor as 64-bit integers, and the bytes behind the last of them."""
+def _words(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The bits of a tensor as integers of this dtype, and the bytes behind the last of them."""
     if 0 in tensor.stride():  # of parameters that are apart (`no_memory`)
         tensor = tensor.as_strided((1,), (1,))
     data = tensor.detach().reshape(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    return data[:whole].view(torch.int64), data[whole:]
+    whole = data.numel() // dtype.itemsize * dtype.itemsize
+    return data[:whole].view(dtype), data[whole:]
 
 
 def check_unwritten(

@@ -73,3 +73,24 @@ def test_what_changes_places_changes_the_checksum(num: int, dtype: torch.dtype) 
         moved[-1][i], moved[-1][j] = data[j], data[i]
     for other in moved:
         assert (checksum(other) == before) == torch.equal(other, data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num", [8, 600, 5003])
+def test_single_bits_change_the_checksum(num: int, dtype: torch.dtype) -> None:
+    """Signs above all, which are the first bits of words."""
+    torch.manual_seed(0)
+    data = torch.randn(num).to(dtype)
+    before = checksum(data)
+    assert checksum(-data) != before
+    assert checksum(2 * data) != before
+    ones = torch.ones_like(data)
+    ones[::2] = -1
+    for i, j in torch.randint(num, (100, 2)).tolist():
+        for factor in (-1, 2, 0.5):
+            other = data.clone()
+            other[i] *= factor
+            assert checksum(other) != before
+        moved = ones.clone()
+        moved[i], moved[j] = ones[j], ones[i]
+        assert (checksum(moved) == checksum(ones)) == torch.equal(moved, ones)
