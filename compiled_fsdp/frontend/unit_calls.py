@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as StockFSDP
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from compiled_fsdp.ir.graph import op_name
 from compiled_fsdp.ir.meta import (
     take_over,
     traced_as,
@@ -54,7 +55,8 @@ class Call:
     kind: its class.
     around: the paths of the units that it is in, the outermost first.
     between: a node among them that is not of the call.
-    switch: a node that has switched autograd, autocast or inference mode on or off where it starts.
+    switch: a node that has switched autograd, autocast or inference mode on or off where it starts,
+        or has set something else of torch's before.
     within: a checkpoint that computes more than this call.
     """
 
@@ -131,7 +133,7 @@ class Call:
         if self.between is not None:
             return f"%{self.between.name}, of another module, stands in between"
         if self.switch is not None:
-            return f"it stands behind %{self.switch.name} ({switch_name(self.switch)})"
+            return f"it stands behind %{self.switch.name} ({op_name(self.switch.target)})"
         if inside := next(filter(switch_name, with_checkpointed(self.computed)), None):
             return f"%{inside.name} switches autograd, autocast or inference mode on or off"
         return ""
@@ -257,7 +259,7 @@ def calls_in(graph: Graph) -> list[Call]:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if switch_name(node):
+        if switch_name(node) or _is_setting(node):
             _follow(switched, node)
         stands[node] = len(stands)
         units = _units_around(node)
@@ -305,15 +307,33 @@ def _stays_outside(node: Node) -> bool:
     return name in ("tensor", "as_tensor") and not node.all_input_nodes
 
 
+def _is_setting(node: Node) -> bool:
+    """Whether a node sets something of torch's, `_sdpa_kernel` say: it yields nothing, and is given
+    no tensor.
+    """
+    return (
+        node.op == "call_function"
+        and traced_value(node) is None
+        and node.target is not operator.setitem
+        and op_name(node.target) != "_backend_from_string"
+        and all(traced_value(each) is None for each in node.all_input_nodes)
+    )
+
+
 def _follow(switched: list[Node], node: Node) -> None:
     """Keep in `switched` what has been switched, and not back, after this node as well.
 
     An exit names what it ends. Autograd is as it was once it is switched to what it was where the
-    graph begins.
+    graph begins. Of other settings it is not known what they were.
     """
     name = switch_name(node)
     if name.startswith("_exit_"):
-        switched[:] = [other for other in switched if other is not node.args[0]]
+        begun = name.replace("_exit_", "_enter_", 1)
+        switched[:] = [
+            other
+            for other in switched
+            if (other is not node.args[0] if node.args else switch_name(other) != begun)
+        ]
         return
     if name == "_set_grad_enabled":
         switched[:] = [other for other in switched if switch_name(other) != name]

@@ -16,12 +16,15 @@ each parameter, not by the checkpoint. A checkpoint around one unit alone is tha
 
 from __future__ import annotations
 
+import dis
+import enum
 import functools
 import operator
 from itertools import takewhile
-from types import CellType, FunctionType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.ir.meta import checkpoint_policy, module_calls
@@ -31,6 +34,13 @@ from .control_flow import switch_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+
+# What a policy may know, and nothing changes.
+CONSTANT = (
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator),
+    *(torch.dtype, torch.device, type, enum.Enum, BuiltinFunctionType, ModuleType),
+)
 
 
 def is_checkpoint(node: Node) -> bool:
@@ -86,8 +96,8 @@ def policy_key(body: GraphModule) -> Any:
 
 
 def _key(value: object, inside: tuple[int, ...]) -> Any:
-    """Equal for functions that have the same code and know the same. Objects are the same only as
-    one; dicts never are: a policy may count in one, over all layers.
+    """Equal for functions that have the same code and know the same, if a policy cannot count in
+    what they know: in a dict, a list of numbers, an object, or a variable that they write to.
 
     inside: ids of the functions that know it.
     """
@@ -99,15 +109,48 @@ def _key(value: object, inside: tuple[int, ...]) -> Any:
         return ("itself", inside.index(id(value)))
     if isinstance(value, functools.partial):
         return ("partial", *keys((value.func, value.args, *sorted(value.keywords.items()))))
-    if isinstance(value, FunctionType):
+    if isinstance(value, FunctionType) and not _writes_outside(value.__code__):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items())
         known = (each for cell in value.__closure__ or () for each in _contents(cell))
-        return ("function", value.__code__, id(value.__globals__), keys(defaults), keys(known))
+        named = (value.__globals__.get(name) for name in _names(value.__code__))
+        tables = [each for each in named if isinstance(each, dict | list | set)]
+        return ("function", value.__code__, keys(defaults), keys(known), keys(tables))
     if isinstance(value, tuple):
         return ("tuple", *keys(value))
+    if isinstance(value, list | set | frozenset) and not any(map(_is_number, value)):
+        parts = keys(value)
+        return (type(value), parts if isinstance(value, list) else frozenset(parts))
     if value is None or isinstance(value, str | int | float | bool):
         return (type(value), value)
-    return ("object", object() if isinstance(value, dict) else id(value))
+    return ("object", id(value) if isinstance(value, CONSTANT) else object())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yields the code of a function, and of those inside it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
+
+
+def _names(code: CodeType) -> list[str]:
+    return sorted({name for each in _codes(code) for name in each.co_names})
+
+
+def _writes_outside(code: CodeType) -> bool:
+    """Whether a function, or one inside it, assigns to a global variable, or to one that it shares
+    with a function around it.
+    """
+    shared = set(code.co_freevars)
+    return any(
+        step.opname == "STORE_GLOBAL" or (step.opname == "STORE_DEREF" and step.argval in shared)
+        for each in _codes(code)
+        for step in dis.get_instructions(each)
+    )
 
 
 def _contents(cell: CellType) -> tuple[object, ...]:

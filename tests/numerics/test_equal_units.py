@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -129,22 +130,11 @@ class Model(nn.Module):
                 shift = self.layers[0](x, scale, shift)[0].mean()
             with torch.autocast("cpu", torch.bfloat16):
                 means.append(self.layers[1](x, scale, shift)[1])
-        for i, layer in enumerate(self.layers):
-            if odd == "added in place":
-                added, mean = layer(x, scale, shift)
-                x = torch.zeros_like(
-                    x
-                )  # what else read `x` would add its gradient in another order
-                x.add_(added)
-                x[0] = added[1]
-            elif self.checkpoints == "pairs":
-                if i % 2:
-                    continue
-                x, mean = checkpoint(self.pair, i, x, scale, shift, use_reentrant=False)
-            elif self.checkpoints in AROUND:
-                x, mean = checkpoint(layer, x, scale, shift, **self.options[i])
-            else:
-                x, mean = layer(x, scale, shift)
+        if odd == "jvp":
+            _, shift = torch.func.jvp(torch.sin, (shift,), (shift,))
+        pairs = self.checkpoints == "pairs"
+        for i in range(0, len(self.layers), 2 if pairs else 1):
+            x, mean = self.called(i, x, scale, shift)
             means.append(mean)
         if self.used == "x":
             means = [x.mean()]
@@ -153,6 +143,23 @@ class Model(nn.Module):
             return torch.stack(means[:1]).sum()
         used = means[-1:] if odd == "aside" else means
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) + torch.stack(used).sum()
+
+    def called(self, i: int, x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.layers[i]
+        if layer.odd == "attention set":
+            with sdpa_kernel(SDPBackend.MATH):
+                return layer(x, scale, shift)
+        if layer.odd == "added in place":
+            added, mean = layer(x, scale, shift)
+            x = torch.zeros_like(x)  # what else read `x` would add its gradient in another order
+            x.add_(added)
+            x[0] = added[1]
+            return x, mean
+        if self.checkpoints == "pairs":
+            return checkpoint(self.pair, i, x, scale, shift, use_reentrant=False)
+        if self.checkpoints in AROUND:
+            return checkpoint(layer, x, scale, shift, **self.options[i])
+        return layer(x, scale, shift)
 
     def pair(self, i: int, x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         x, mean = self.layers[i](x, scale, shift)
@@ -180,6 +187,7 @@ AROUND: dict[str, Callable[[int], dict[str, Any]]] = {
     "nested": lambda i: {"use_reentrant": False},
     "keeps matmuls": lambda i: keeping(i, *MATMULS),
     "the last keeps others": lambda i: keeping(i, *MATMULS[: i < 3]),
+    "counts in a list": lambda i: keeping(i, [0]),
     "counts": lambda i: keeping(i, COUNTED),
     "each keeps others": lambda i: keeping(i, *MATMULS[: i % 2]),
 }
@@ -282,6 +290,12 @@ LEFT = {
         Case(checkpoints="counts", num_calls=0),
         "it occurs 1 times",
     ),
+    "checkpoints that count in a list": (
+        Case(checkpoints="counts in a list", num_calls=0),
+        "it occurs 1 times",
+    ),
+    "attention is set": (Case(odd="attention set", num_calls=0), "it stands behind %_sdpa_kernel"),
+    "forward derivatives": (Case(odd="jvp", num_calls=0), "it stands behind %_jvp_increment"),
     "checkpoints around two layers": (
         Case(depth=4, checkpoints="pairs", num_calls=0),
         "a checkpoint, computes it together with others",
