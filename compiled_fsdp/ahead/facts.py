@@ -264,7 +264,8 @@ def sources(codes: Iterable[CodeType]) -> dict[str, str]:
         path = Path(code.co_filename)
         if not str(path).startswith((TORCH, PACKAGE, PASSES)) and path.is_file():
             name = f"{path.name}: {_qualname(code)}"
-            found = together(found, {name: _hash_of(path, code.co_firstlineno)})
+            line = code.co_firstlineno if code.co_name.isidentifier() else 0  # a lambda has no name
+            found = together(found, {name: _hash_of(path, line)})
     return dict(sorted(found.items()))
 
 

@@ -6,6 +6,7 @@ Private torch used here (tried on 2.13): `torch.utils._pytree`.
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from .code import Libraries, load
 from .program import MESH, SIZE
 from .run import runner
 from .sizes import bound, checker
-from .target import describe, differences, mismatch, settings
+from .target import ORDER, describe, differences, mismatch, settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,8 +91,9 @@ class Loaded:
 
     ready: its programs by mode.
     handles: of each sharded parameter that was accepted, module and name, and what is read of it.
-    children: of each module that was there when parameters were accepted: the table of the module
-        that has it, its name, and itself.
+    children: of each module that was there when parameters were accepted, what it had: its table of
+        modules or buffers, and what stood there, in order.
+    forwards: the forward of each class of the model's modules.
     otherwise: "raise", or "compile".
     """
 
@@ -102,12 +104,15 @@ class Loaded:
     ready: dict[str, Ready]
     otherwise: str
     handles: list[tuple[Any, str, Handle]] = field(default_factory=list)
-    children: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    children: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)
+    forwards: dict[Any, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     compiled: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         self.settings = {name: self.target[name] for name in settings()}
+        kinds: set[Any] = {type(each) for each in self.model.modules()}
+        self.forwards = {kind: kind.forward for kind in kinds}
 
     @property
     def _torchdynamo_orig_callable(self) -> Any:
@@ -153,11 +158,16 @@ class Loaded:
         """All in which this call differs from what was compiled."""
         if mode not in self.ready:
             return {"mode": (" and ".join(self.ready), mode)}
-        if any(table.get(name) is not child for table, name, child in self.children):
+        if not all(map(_has_still, self.children)):
             self._forget()
         ready = self.ready[mode]
         program = ready.program
         found = differences(self.settings, settings())
+        found |= {
+            f"{kind.__name__}.forward": (before.__qualname__, kind.forward.__qualname__)
+            for kind, before in self.forwards.items()
+            if kind.forward is not before
+        }
         if torch.is_inference_mode_enabled():
             found["torch.inference_mode"] = "off", "on"
         here = {"how arguments are nested": str(nesting)}
@@ -204,7 +214,7 @@ class Loaded:
             for module, name in param.owners
         ]
         here = describe(self.model, self.units, self.backend)
-        names = [n for n in self.target if n.startswith(("unit ", "parameter ", "buffer "))]
+        names = [n for n in self.target if n.startswith(("unit ", "parameter ", "buffer ", ORDER))]
         found = differences({n: self.target[n] for n in names}, {n: here.get(n) for n in names})
         found |= {
             f"{type(module).__name__}.{name}": ("the sharded parameter", "replaced")
@@ -212,9 +222,10 @@ class Loaded:
             if name in module._fsdp_replaced
         }
         self.children = [
-            (module._modules, name, child)
+            (table, tuple(table.values()))
             for module in self.model.modules()
-            for name, child in module._modules.items()
+            for table in (module._modules, module._buffers)
+            if table
         ]
         if found:
             self._forget()
@@ -235,3 +246,9 @@ class Loaded:
         if self.compiled is None:
             self.compiled = compiled_from_here(self.model, self.backend)
         return self.compiled(*args, **kwargs)
+
+
+def _has_still(children: tuple[dict[str, Any], tuple[Any, ...]]) -> bool:
+    """Whether the same stands in a table, in the same order."""
+    table, before = children
+    return len(table) == len(before) and all(map(operator.is_, table.values(), before))

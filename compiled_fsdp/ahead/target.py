@@ -84,6 +84,9 @@ class Target:
             raise ValueError(f"Target: modes={self.modes!r}; should be some of {MODES}")
 
 
+ORDER = "modules in order: "
+
+
 def describe(model: nn.Module, units: Sequence[Unit], backend: str) -> dict[str, Any]:
     """What this process and the model in it are, by name.
 
@@ -102,8 +105,13 @@ def describe(model: nn.Module, units: Sequence[Unit], backend: str) -> dict[str,
     seen: dict[int, str] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         kind = f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device.type}"
+        if not buffer.is_contiguous():
+            kind += f", strides {buffer.stride()}"
         same = seen.setdefault(id(buffer), name)
         found[f"buffer {name}"] = kind if same == name else f"the same as {same}"
+    for path, module in model.named_modules():
+        if len(module._modules) > 1:
+            found[f"{ORDER}{path or 'model'}"] = ", ".join(module._modules)
     for name, param in ignored(model):
         kind = f"{tuple(param.shape)} {param.dtype} on {param.device.type}"
         found[f"parameter {name}, not sharded"] = kind + trained(requires_grad=param.requires_grad)
@@ -260,8 +268,16 @@ def differences(made_for: dict[str, Any], here: dict[str, Any]) -> dict[str, tup
     return {
         name: (str(made_for.get(name, missing)), str(here.get(name, missing)))
         for name in (*made_for, *(n for n in here if n not in made_for))
-        if made_for.get(name, missing) != here.get(name, missing)
+        if not _is_same(name, made_for.get(name, missing), here.get(name, missing))
     }
+
+
+def _is_same(name: str, made_for: Any, here: Any) -> bool:
+    if not name.startswith(ORDER) or not made_for or not here:
+        return bool(made_for == here)
+    names: list[str] = made_for.split(", ")
+    there: list[str] = here.split(", ")
+    return [each for each in there if each in names] == names  # others are not called
 
 
 def mismatch(what: str, found: dict[str, tuple[str, str]], advice: str) -> PrecompiledError:

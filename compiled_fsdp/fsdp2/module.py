@@ -165,7 +165,7 @@ def _start_at_zero(module: nn.Module, entries: dict[str, Any], prefix: str, _: o
     """
     for name in module._parameters:
         entry = entries.get(prefix + name)
-        if type(entry) is not DTensor or entry.requires_grad:
+        if type(entry) is not DTensor or isinstance(entry, nn.Parameter):
             continue
         if entry.device.type == "meta":
             entries[prefix + name] = starting_at_zero(entry)
@@ -189,7 +189,7 @@ def _of_a_tied_name(
 ) -> DTensor | None:
     """Returns what another name of the same parameter has got already."""
     param = _param_of(module, name)
-    if param is None or len(param.owners) == 1:
+    if param is None or len(param.owners) == 1 or not local_tensor(entry).numel():
         return None
     start = local_tensor(entry).data_ptr()
     others = (

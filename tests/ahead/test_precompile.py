@@ -464,6 +464,26 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         ),
         "held as: blocks.1.up.weight, here blocks.0.up.weight, blocks.1.up.weight",
     ),
+    "modules in another order in the same list": (
+        lambda m: (
+            m.blocks._modules.update({"0": m.blocks._modules.pop("0")}),
+            m(torch.ones(BATCH, WIDTH)),
+        ),
+        "modules in order: blocks: 0, 1, here 1, 0",
+    ),
+    "a buffer of another dtype": (
+        lambda m: (
+            setattr(m.blocks[0].norm, "running_mean", m.blocks[0].norm.running_mean.double()),
+            m(torch.ones(BATCH, WIDTH)),
+        ),
+        "buffer blocks.0.norm.running_mean: (9,) torch.float32 on cpu, here (9,) torch.float64",
+    ),
+    "another forward of a class": (
+        lambda m: mock.patch.object(Block, "forward", nn.Identity.forward)(m)(
+            torch.ones(BATCH, WIDTH)
+        ),
+        "Block.forward: Block.forward, here Identity.forward",
+    ),
     "another function": (
         lambda m: (setattr(m, "ends", torch.neg), m(torch.ones(BATCH, WIDTH))),
         "model.ends",

@@ -88,6 +88,33 @@ def test_tied_weights_are_saved_once(two: Pool) -> None:
     two.run(tied_saved_once)
 
 
+def as_stock_gives_it(apply: Any) -> list[tuple[str, type, torch.dtype, bool]]:
+    """Of weights of one row, which one rank has and the other has not: two are tied, another is of
+    the same shape; and of a frozen one that is asked for itself.
+    """
+    model = nn.Sequential(*(nn.Linear(6, 1, bias=False) for _ in range(3)), nn.Linear(6, 4))
+    model[2].to(torch.bfloat16)
+    model[3].requires_grad_(requires_grad=False)
+    if apply is fully_shard:  # torch's refuses no tie, and forgets it
+        model[1].weight = model[0].weight
+    for layer in (model[2], model[3], model):
+        apply(layer, mesh=mesh_of("1d"))
+    values = {**model.state_dict(), **model.state_dict(prefix="kept.", keep_vars=True)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return [
+        (name, type(value), value.dtype, value is parameters.get(name.removeprefix("kept.")))
+        for name, value in values.items()
+    ]
+
+
+def compare_state_dicts() -> None:
+    assert as_stock_gives_it(fully_shard) == as_stock_gives_it(stock_fully_shard)
+
+
+def test_values_of_a_state_dict(two: Pool) -> None:
+    two.run(compare_state_dicts)
+
+
 def modules_copied(apply: Any) -> None:
     """Modules that hold parameters of a unit around them, and are no unit: copied with DTensors of
     their own.
