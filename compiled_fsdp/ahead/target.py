@@ -84,7 +84,7 @@ class Target:
             raise ValueError(f"Target: modes={self.modes!r}; should be some of {MODES}")
 
 
-ORDER = "modules in order: "
+ORDER, MISSING = "modules in order: ", "(nothing)"
 
 
 def describe(model: nn.Module, units: Sequence[Unit], backend: str) -> dict[str, Any]:
@@ -264,20 +264,21 @@ def trained(*, requires_grad: bool) -> str:
 
 def differences(made_for: dict[str, Any], here: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """By name, what something was made for and what is here, where these differ."""
-    missing = "(nothing)"
     return {
-        name: (str(made_for.get(name, missing)), str(here.get(name, missing)))
+        name: (str(made_for.get(name, MISSING)), str(here.get(name, MISSING)))
         for name in (*made_for, *(n for n in here if n not in made_for))
-        if not _is_same(name, made_for.get(name, missing), here.get(name, missing))
+        if not _is_same(name, made_for.get(name, MISSING), here.get(name, MISSING))
     }
 
 
 def _is_same(name: str, made_for: Any, here: Any) -> bool:
-    if not name.startswith(ORDER) or not made_for or not here:
+    if not name.startswith(ORDER) or here in (MISSING, None):
         return bool(made_for == here)
+    if made_for == MISSING:
+        return True  # modules that were not there are not called
     names: list[str] = made_for.split(", ")
     there: list[str] = here.split(", ")
-    return [each for each in there if each in names] == names  # others are not called
+    return [each for each in there if each in names] == names
 
 
 def mismatch(what: str, found: dict[str, tuple[str, str]], advice: str) -> PrecompiledError:
