@@ -265,7 +265,7 @@ def interrupted(at: int, within: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("within", "every"), [("deferred.py", 3), ("called.py", 1), ("classes.py", 5), ("", 151)]
+    ("within", "every"), [("deferred.py", 5), ("called.py", 1), ("classes.py", 5), ("", 151)]
 )
 @pytest.mark.parametrize("front_end", ["shard", "wrap"])
 @pytest.mark.usefixtures("fake_world")

@@ -196,6 +196,7 @@ VARIANTS = {
         for case in (
             *("checkpoints of FSDP1", "checkpoints, nothing freed", "reentrant checkpoints"),
             *("checkpoints, bf16, accumulated", "checkpoints, budget", "nested checkpoints"),
+            *("checkpoints in units", "wrapped in checkpoints"),
         )
     },
     "numerics/test_equal_units.py::test_a_buffer_that_is_written_to": (
