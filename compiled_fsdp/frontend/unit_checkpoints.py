@@ -56,7 +56,8 @@ def checkpointed(function: Node) -> GraphModule | None:
         or not all(map(is_checkpoint, function.users))
     ):
         return None
-    body: GraphModule = function.graph.owning_module.get_submodule(function.target)  # type: ignore
+    owner: Any = function.graph.owning_module
+    body: GraphModule = owner.get_submodule(function.target)
     return body
 
 

@@ -52,9 +52,9 @@ def checksum(tensor: Tensor) -> Tensor:
     """Returns a checksum of every bit and of its place, to notice also what no version counts, and
     what has only been moved: rows that change places.
 
-    In a table of 64-bit integers (of 64-bit numbers their halves, whose signs would come in pairs
-    otherwise) a hash of each row's and each column's sum is added up. It does not notice what
-    leaves all of these sums as they are.
+    The bits are read as a table of 64-bit integers, and hashes of the sums of its rows and columns
+    are added up. What leaves all of these sums as they are is not noticed. Two changed signs would
+    be such a thing in 64-bit numbers, of which the halves are read instead.
     """
     words, ends = _words(tensor, torch.int32 if tensor.dtype.itemsize == 8 else torch.int64)
     num = words.numel() // COLUMNS * COLUMNS
@@ -68,7 +68,9 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _hashed(values: Tensor, kind: int) -> Tensor:
-    mixed = values * _weights(values.numel(), kind, values.device)
+    is_real = type(values) is torch.Tensor  # what a fake mode makes is not kept for others
+    weights = _weights if is_real else _weights.__wrapped__
+    mixed = values * weights(values.numel(), kind, values.device)
     mixed ^= mixed >> 32
     return (mixed * MIX).sum()
 

@@ -747,6 +747,30 @@ def test_functions_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert names == {"a": "1 2", "b": "3"}
 
 
+def test_a_lambda_on_the_line_of_its_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no name: all of the file counts, when written and when read."""
+    path = tmp_path / "a_lambda.py"
+    path.write_text("def make(k): return lambda x: x * k\n")
+    spec: Any = importlib.util.spec_from_file_location("a_lambda", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "a_lambda", module)
+    spec.loader.exec_module(module)
+    found = facts.sources([module.make(2).__code__])
+    assert facts.sources_now(found) == found
+
+
+def test_modules_that_are_not_called_may_be_added() -> None:
+    """Of those that were there the order counts."""
+    name = target.ORDER + "model"
+    same = ({name: "a, b, c"}, {}), ({name: "a, c, b"}, {name: "a, b"})
+    for here, made_for in same:
+        assert not target.differences(made_for, here)
+    assert target.differences({name: "a, b"}, {name: "b, a"})
+    assert target.differences({name: "a, b"}, {name: None})
+
+
 def test_what_torch_asks_of_its_settings_is_left_out() -> None:
     """As torch 2.15 writes it; a call of anything else cannot be followed."""
     module = "G['__import_torch_dot_nn_dot_modules_dot_module']"

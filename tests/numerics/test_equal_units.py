@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -179,6 +180,22 @@ def keeping(i: int, *ops: Any) -> dict[str, Any]:
 
 
 COUNTED: dict[Any, int] = {}
+
+
+def counting(num: str = "") -> dict[str, Any]:
+    """Options of a checkpoint whose policy writes to a variable of a function around it."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        nonlocal num
+        num += "i"
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, policy),
+    }
+
+
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 # Ways to checkpoint whole layers: the options of the checkpoint around layer `i`.
 AROUND: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -187,6 +204,7 @@ AROUND: dict[str, Callable[[int], dict[str, Any]]] = {
     "nested": lambda i: {"use_reentrant": False},
     "keeps matmuls": lambda i: keeping(i, *MATMULS),
     "the last keeps others": lambda i: keeping(i, *MATMULS[: i < 3]),
+    "counts in a variable": lambda i: counting(),
     "counts in a list": lambda i: keeping(i, [0]),
     "counts": lambda i: keeping(i, COUNTED),
     "each keeps others": lambda i: keeping(i, *MATMULS[: i % 2]),
@@ -292,6 +310,10 @@ LEFT = {
     ),
     "checkpoints that count in a list": (
         Case(checkpoints="counts in a list", num_calls=0),
+        "it occurs 1 times",
+    ),
+    "checkpoints that count in a variable": (
+        Case(checkpoints="counts in a variable", num_calls=0),
         "it occurs 1 times",
     ),
     "attention is set": (Case(odd="attention set", num_calls=0), "it stands behind %_sdpa_kernel"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compiled_fsdp import errors
 from compiled_fsdp.torch_private.autograd import next_run
@@ -94,3 +95,12 @@ def test_single_bits_change_the_checksum(num: int, dtype: torch.dtype) -> None:
         moved = ones.clone()
         moved[i], moved[j] = ones[j], ones[i]
         assert (checksum(moved) == checksum(ones)) == torch.equal(moved, ones)
+
+
+def test_a_fake_tensor_leaves_nothing_behind() -> None:
+    with FakeTensorMode():
+        checksum(torch.ones(5001))
+    data = torch.arange(5001.0)
+    assert checksum(data) == checksum(data.clone())
+    with FakeTensorMode():
+        checksum(torch.ones(5001))
