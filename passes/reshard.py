@@ -110,15 +110,20 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
 def from_weights(unshards: list[Node], backward: set[Node]) -> list[Node]:
     """The unshards and what forward computes cheaply from them alone, in graph order; of all-gather
     extensions, whatever is no matmul and nothing random: codes are looked up in tables.
+
+    unshards: or inputs of a subgraph that stand for them.
     """
     found = dict.fromkeys(unshards)
-    extended = {node for node in unshards if param_spec(node).is_extended}
+    extended = {n for n in unshards if n.target is UNSHARD and param_spec(n).is_extended}
     stack = list(found)
     while stack:
         for node in stack.pop().users:
             if node in found or node in backward or node.op != "call_function":
                 continue
-            is_of_extension = all(n in extended or _is_table(n) for n in node.all_input_nodes)
+            others = [n for n in node.all_input_nodes if n not in extended]
+            is_of_extension = len(others) < len(node.all_input_nodes) and all(
+                map(_is_table, others)
+            )
             is_cheap = _is_cheap(node) and all(n in found for n in node.all_input_nodes)
             if is_cheap or (is_of_extension and _is_repeatable(node)):
                 found[node] = None

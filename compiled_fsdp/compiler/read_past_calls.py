@@ -1,11 +1,11 @@
-"""Read what a unit's subgraph hands through from where it came, and let it return nothing that
-nobody reads.
+"""Read what a unit's subgraph hands through, or computes cheaply from parameters alone, from where
+it came, and let it return nothing that nobody reads.
 
 Before, of what AOTAutograd and the partitioner make of `Plan(regions="units")`:
 
     %w0 = unshard(%flat0, "w")
     %call = invoke_subgraph(%forward, "forward", %x, %w0)
-        # forward: return (%y, %arg1, permute(%arg1), %z)
+        # forward: return (%y, %arg1, permute(convert_element_type(%arg1)), %z)
     %y = getitem(%call, 0)
     %saved = getitem(%call, 1)
     %saved_1 = getitem(%call, 2)
@@ -16,15 +16,17 @@ After:
     %w0 = unshard(%flat0, "w")
     %call = invoke_subgraph(%forward, "forward", %x, %w0)  # forward: return (%y,)
     %y = getitem(%call, 0)
-    %view = permute(%w0)
+    %cast = convert_element_type(%w0)
+    %view = permute(%cast)
     %back = invoke_subgraph(%backward, "backward", %w0, %view, %tangent)
 
-So parameters that backward reads are seen to be parameters, and gathered again; and no result lies
-in the memory of what the call was given, or of another result, which who writes over one would not
-see.
+So parameters that backward reads, be it as `torch.autocast` has cast them, are seen to be
+parameters, and gathered again (`passes/reshard.py`); and no result lies in the memory of what the
+call was given, or of another result, which who writes over one would not see.
 
 Requires: a joint graph as AOTAutograd made it, or one for inference.
-Ensures: no result of a call is one of its arguments, another result, or a view; each is read.
+Ensures: no result of a call is one of its arguments, another result, a view, or computed cheaply
+    from parameters alone; each is read.
 Leaves alone: subgraphs that are not ours.
 """
 
@@ -37,9 +39,18 @@ from torch.fx.node import map_arg
 
 from compiled_fsdp.ir import fakes
 from compiled_fsdp.ir.descriptors import set_returned
-from compiled_fsdp.ir.graph import erase_all, is_view, output, placeholders
+from compiled_fsdp.ir.graph import (
+    backward_nodes,
+    erase_all,
+    find,
+    is_view,
+    output,
+    placeholders,
+)
 from compiled_fsdp.ir.meta import keep_strides
+from compiled_fsdp.ir.schema import UNSHARD
 from compiled_fsdp.ir.subgraphs import unit_called_by
+from compiled_fsdp.passes.reshard import from_weights
 from compiled_fsdp.torch_private.fakes import alike, look, mode_of
 
 if TYPE_CHECKING:
@@ -54,32 +65,43 @@ def read_past_calls(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         if (body := unit_called_by(node)) is not None:
             calls.setdefault(body, []).append(node)
+    weights = (
+        set(from_weights(find(gm.graph, UNSHARD), backward_nodes(gm.graph))) if calls else set()
+    )
     for body, nodes in calls.items():
-        _settle(body, nodes)
+        _settle(body, nodes, weights)
 
 
-def _settle(body: Graph, calls: list[Node]) -> None:
+def _settle(body: Graph, calls: list[Node], weights: Collection[Node]) -> None:
     """Let a subgraph return values that have memory of their own, each once, and those alone that
-    are read of some call; who reads others reads an argument of the call, or makes the view.
+    are read of some call; who reads others reads an argument of the call, or makes it of one.
+
+    weights: what the graph that calls has of parameters.
     """
     end = output(body)
     results: Any = end.args[0]
     place_of = {node: i for i, node in enumerate(placeholders(body))}
-    sources = [_source(result, place_of) for result in results]
+    given = [arg for arg, i in place_of.items() if all(c.args[2 + i] in weights for c in calls)]
+    made_outside = {node for node in body.nodes if is_view(node)}.union(from_weights(given, set()))
+    made_outside.difference_update(place_of)
+    sources = [_source(result, made_outside) for result in results]
     read_of: set[Any] = {read.args[1] for call in calls for read in call.users if read.users}
-    roots = dict.fromkeys(sources[k][0] for k in sorted(read_of))
+    roots = dict.fromkeys(root for k in sorted(read_of) for root in sources[k][0])
     number = {root: i for i, root in enumerate(r for r in roots if r not in place_of)}
     for call in calls:
-        reads = {read: sources[read.args[1]] for read in call.users}  # type: ignore[index]
+        reads = {read: read.args[1] for read in call.users}
         call.meta["val"] = tuple(_afresh(root.meta["val"]) for root in number)
-        made: dict[Node, Node] = {}
-        for read, (root, views) in reads.items():
+        have: dict[Node, Node] = {}
+        for read, k in reads.items():
             if read.users:
-                if root in place_of:
-                    made[root] = call.args[2 + place_of[root]]  # type: ignore[assignment]
-                elif root not in made:
-                    made[root] = _result(call, number[root])
-                read.replace_all_uses_with(_viewed(made[root], views, before=read))
+                roots_of_it, steps = sources[k]  # type: ignore[index]
+                for root in roots_of_it:
+                    if root in place_of:
+                        have[root] = call.args[2 + place_of[root]]  # type: ignore[assignment]
+                    elif root not in have:
+                        have[root] = _result(call, number[root])
+                made = _made_of(have, steps, before=read)
+                read.replace_all_uses_with(made[results[k]])
             call.graph.erase_node(read)
     set_returned(end, [(root, None) for root in number])
     end.meta["val"] = tuple(root.meta["val"] for root in number)
@@ -89,16 +111,21 @@ def _settle(body: Graph, calls: list[Node]) -> None:
     erase_all([call for call in calls if not call.users])
 
 
-def _source(result: Node | None, arguments: Collection[Node]) -> tuple[Any, list[Node]]:
-    """The value in whose memory a result lies, an argument or what the subgraph computes, and the
-    views on the way.
+def _source(result: Node, made_outside: Collection[Node]) -> tuple[list[Node], list[Node]]:
+    """What a result is made of outside, arguments and what the subgraph computes, and by which
+    nodes, in order; of itself, by none, if it is not made there.
     """
-    node: Any = result
-    views: list[Node] = []
-    while node is not None and node not in arguments and is_view(node):
-        views.insert(0, node)
-        node = node.args[0]
-    return node, views
+    steps: set[Node] = set()
+    roots: dict[Node, None] = {}
+    stack = [result]
+    while stack:
+        node = stack.pop()
+        if node not in made_outside:
+            roots[node] = None
+        elif node not in steps:
+            steps.add(node)
+            stack += node.all_input_nodes
+    return list(roots), sorted(steps)
 
 
 def _result(call: Node, number: int) -> Node:
@@ -108,14 +135,17 @@ def _result(call: Node, number: int) -> Node:
     return result
 
 
-def _viewed(value: Node, views: list[Node], before: Node) -> Node:
-    """The same views of a value in the graph that calls."""
+def _made_of(have: dict[Node, Node], steps: list[Node], before: Node) -> dict[Node, Node]:
+    """What stands in the graph that calls for nodes of the subgraph: what it has, and copies of
+    `steps`.
+    """
+    made = dict(have)
     with before.graph.inserting_before(before):
-        for view in views:
-            copies = {view.args[0]: value}
-            value = before.graph.node_copy(view, copies.__getitem__)
-            value.meta["val"] = _value_of(value)
-    return value
+        for step in steps:
+            copy = before.graph.node_copy(step, made.__getitem__)
+            copy.meta["val"] = _value_of(copy)
+            made[step] = copy
+    return made
 
 
 def _afresh(value: Any) -> Any:
@@ -126,7 +156,7 @@ def _afresh(value: Any) -> Any:
     return value if mode is None or seen is None else alike(mode, seen)
 
 
-def _value_of(view: Node) -> Any:
-    """What a view yields of the value that it is a view of now."""
-    args, kwargs = map_arg((view.args, view.kwargs), lambda node: node.meta["val"])
-    return fakes.run(view.target, args, kwargs)  # type: ignore[arg-type]
+def _value_of(node: Node) -> Any:
+    """What a node yields of the values that it is given now."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    return fakes.run(node.target, args, kwargs)  # type: ignore[arg-type]

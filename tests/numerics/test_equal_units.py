@@ -232,6 +232,7 @@ class Case:
     accumulates: bool = False
     replicas: int = 1
     wrapper: bool = False
+    autocast: bool = False
     backend: str = "compiled_fsdp_eager"
     plan: tuple[tuple[str, Any], ...] = ()
     num_calls: int = 3
@@ -284,6 +285,8 @@ CASES = {
     "checkpoints in units": Case(checkpoints="part", beside=OFF),
     "checkpoints that keep": Case(checkpoints="keeps matmuls", beside=OFF, saved=2),
     "switched for one": Case(odd="switched for one", beside=("off",)),
+    "autocast": Case(autocast=True, beside=OFF, saved=7),
+    "autocast, checkpoints": Case(autocast=True, checkpoints="call", beside=OFF, saved=0),
 }
 LEFT = {
     "switched inside": (Case(odd="switched inside", num_calls=0), "%_set_grad_enabled"),
@@ -387,7 +390,8 @@ def train(case: Case, regions: str, steps: int = 3) -> tuple[list[Tensor], list[
                 if case.accumulates:
                     model.set_requires_gradient_sync(batch == batches - 1)
                 torch.manual_seed(10 * step + batch)
-                loss = call(torch.randint(20, (2, 8)))
+                with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                    loss = call(torch.randint(20, (2, 8)))
                 loss.backward()
                 found.append(loss.detach())
             if step == steps - 1:
