@@ -546,6 +546,34 @@ VARIANTS = {
         )
     },
     **{
+        f"compat/fsdp2/test_since_2_15_rows.py::test_grad_dtype[{reduced}-{dtypes}-{of}]": (
+            f"[torch.bfloat16-float32/bfloat16-{of}]"
+        )
+        for of in ("set after", "set to its own")
+        for reduced, dtypes in (
+            *(("torch.float32", each) for each in ("bfloat16/float32", "float32/bfloat16")),
+            ("torch.bfloat16", "bfloat16/float32"),
+            ("None", "float32/bfloat16"),
+        )
+    },
+    **{
+        f"frontend/test_warmup.py::test_no_trace[wrap flat-{when}]": f"[wrap-{when}]"
+        for when in ("before step", "between", "before backward")
+    },
+    **{
+        f"passes/test_outline.py::test_random_graphs_compute_the_same[100-before{i}]": (
+            f"[50-before{i}]"
+        )
+        for i in range(3)
+    },
+    **{
+        f"numerics/test_no_sync.py::test_dropped[{when}-True]": f"[{when}-False]"
+        for when in ("at once", "before a backward")
+    },
+    "numerics/test_assigned.py::test_exchanged_between_calls[rotated-one unit]": (
+        "[rotated-three units]"
+    ),
+    **{
         # Programs that say nothing that those before them do not say.
         f"programs/test_programs.py::test_random_programs[{first}]": (
             "programs/test_programs.py::test_the_programs_cover_everything"
