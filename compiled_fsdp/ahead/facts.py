@@ -71,25 +71,32 @@ def current(names: Iterable[str], model: Any) -> dict[str, str]:
 
 
 def reader(made_for: dict[str, str]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that reads from a model all plain values among facts, functions, the classes of
-    other values, and which attributes are there that were not; fast, since it runs in each call.
+    """A function that reads from a model, and from modules, all plain values among facts, what sets
+    hold, functions, the classes of other values, and which attributes are there that were not;
+    fast, since it runs in each call.
     """
-    parts = []
+    parts, modules = [], {}
     for name, value in made_for.items():
         tree = ast.parse(name, mode="eval").body
-        if "G[" in name:
-            continue
         _check(tree)
+        try:
+            modules.update({root: _module(root) for root in re.findall(r"\bG\['(\w+)'\]", name)})
+        except _LeftOutError:
+            continue  # not imported here: what follows of it was compared when it was loaded
         tree = _Uncopied().visit(tree)
-        if value.startswith("=") or (value != NOTHING and " " in value):  # of a function, two words
+        if value.startswith("={"):
+            parts.append(f"frozenset({ast.unparse(tree)}), ")
+        elif value.startswith("=") or (
+            value != NOTHING and " " in value
+        ):  # of a function, two words
             parts.append(f"{ast.unparse(tree)}, ")
         elif value != NOTHING:
             parts.append(f"type({ast.unparse(tree)}), ")
         elif isinstance(tree, ast.Subscript):
             parts.append(f"{ast.unparse(tree.slice)} in {ast.unparse(tree.value)}, ")
-    code = compile(f"lambda L: ({''.join(parts)})", "<facts>", "eval")
-    read: Callable[[Any], tuple[Any, ...]] = eval(code, {"__builtins__": _CALLS})  # checked above
-    return lambda model: read({"self": model})
+    code = compile(f"lambda L, G: ({''.join(parts)})", "<facts>", "eval")
+    read: Callable[..., tuple[Any, ...]] = eval(code, {"__builtins__": _CALLS})  # checked above
+    return lambda model: read({"self": model}, modules)
 
 
 class _Uncopied(ast.NodeTransformer):
@@ -115,7 +122,13 @@ def in_words(name: str) -> str:
     return re.sub(r"G\['__import_([\w.]+)'\]", r"module \1", short)
 
 
-_CALLS: dict[str, Any] = {"list": list, "dict": dict, "type": type, "len": len}
+_CALLS: dict[str, Any] = {
+    "list": list,
+    "dict": dict,
+    "type": type,
+    "len": len,
+    "frozenset": frozenset,
+}
 
 
 class _LeftOutError(Exception):
@@ -124,6 +137,19 @@ class _LeftOutError(Exception):
 
 class _UnknownError(Exception):
     """An expression of a kind that is not followed."""
+
+
+class _Keys(tuple[Any, ...]):
+    """Those of a dict, in order, if they are plain values."""
+
+    __slots__ = ()
+
+    def __new__(cls, keys: Iterable[Any]) -> _Keys:
+        """From a dict."""
+        found = tuple(keys)
+        if not all(isinstance(each, PLAIN) for each in found):
+            raise _LeftOutError
+        return super().__new__(cls, found)
 
 
 def _check(tree: ast.expr) -> None:
@@ -141,7 +167,9 @@ def _check(tree: ast.expr) -> None:
             case ast.Subscript(value=of, slice=key) if (keys := _key_of(key)) is not None:
                 _check(keys)
                 tree = of
-            case ast.Call(func=ast.Name(id="type" | "dict" | "len"), args=[of], keywords=[]):
+            case ast.Call(
+                func=ast.Name(id="type" | "dict" | "len" | "list"), args=[of], keywords=[]
+            ):
                 tree = of
             case ast.Call(func=func, args=[of, key]) if ast.unparse(func) == ITEM:
                 _check(key)
@@ -182,8 +210,10 @@ def _value(tree: ast.expr, model: Any) -> Any:
             if isinstance(owner, ProcessGroup) and attr == "group_name":
                 return common_name(owner.group_name)
             return getattr(owner, attr)
-        case ast.Call(func=ast.Name(id="type" | "dict" | "len" as name), args=[of], keywords=[]):
-            return _CALLS[name](_value(of, model))
+        case ast.Call(
+            func=ast.Name(id="type" | "dict" | "len" | "list" as name), args=[of], keywords=[]
+        ):
+            return (_Keys if name == "list" else _CALLS[name])(_value(of, model))
         case ast.Call(func=func, args=[of, key]) if ast.unparse(func) == ITEM:
             return dict.__getitem__(_value(of, model), _value(key, model))
         case ast.Subscript():
@@ -237,11 +267,15 @@ def _module(name: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Plain values as Python writes them, after "="; meshes and placements in words; of everything
-    else its class.
+    """Plain values as Python writes them, after "=", sets of them, and the keys of a dict; meshes
+    and placements in words; of everything else its class.
     """
     if isinstance(value, PLAIN):
         return f"={value!r}"
+    if isinstance(value, _Keys):
+        return f"={[*value]!r}"
+    if isinstance(value, set | frozenset) and all(isinstance(each, PLAIN) for each in value):
+        return f"={{{', '.join(sorted(map(repr, value)))}}}"
     if isinstance(value, DeviceMesh):
         return f"DeviceMesh {mesh_in_words(value)}"
     if isinstance(value, Placement):

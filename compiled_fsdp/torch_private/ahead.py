@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,10 @@ OF_ALL = (
     "LIST_LENGTH",
     "EMPTY_NN_MODULE_HOOKS_DICT",
 )
+# A table of a module's hooks, by numbers that each process counts for itself.
+HOOKS = re.compile(r"\._(forward|backward)\w*hooks\w*$")
+# Guards on the keys of a dict, in order.
+OF_KEYS = ("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK")
 # Outputs that a forward computes, as opposed to those that share memory with something.
 COMPUTED = (OutputType.non_alias, OutputType.unsafe_view_alias)
 
@@ -64,7 +69,7 @@ def compiling_ahead() -> Iterator[None]:
 def guarded() -> list[str]:
     """Everything that Dynamo has looked at, as expressions of `L` (locals of the frame) and `G`
     (its globals); `X.__dict__['name']` also for an attribute that it has looked for in vain, and
-    `len(X)` for containers of which it went through all.
+    `len(X)` for containers of which it went through all, `list(X)` for dicts among them.
     """
     found = set()
     for guard in InstructionTranslator.current_tx().output.guards:
@@ -74,8 +79,11 @@ def guarded() -> list[str]:
         missing = getattr(guard.create_fn, "keywords", {}).get("attr")
         if isinstance(missing, str):
             found.add(f"{guard.name}.__dict__[{missing!r}]")
-        if getattr(guard.create_fn, "func", guard.create_fn).__name__ in OF_ALL:
+        kind = getattr(guard.create_fn, "func", guard.create_fn).__name__
+        if kind in OF_ALL:
             found.add(f"len({guard.name})")
+        if kind in OF_KEYS and not HOOKS.search(guard.name):
+            found.add(f"list({guard.name})")
     return sorted(found)
 
 

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from kit.ahead import BATCH, CASES, WIDTH, Block, precompile
+from kit.ahead import BATCH, CASES, OFFSETS, WIDTH, Block, precompile
 from kit.harness import SLOW
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
@@ -483,6 +483,28 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
             torch.ones(BATCH, WIDTH)
         ),
         "Block.forward: Block.forward, here Identity.forward",
+    ),
+    "another value of a global": (
+        lambda m: mock.patch.dict(OFFSETS, {"first": 2.0})(m)(torch.ones(BATCH, WIDTH)),
+        "module kit.ahead.OFFSETS['first']: =0.5, here =2.0",
+    ),
+    "another global": (
+        lambda m: mock.patch("kit.ahead.OFFSETS", dict(OFFSETS, third=0.0))(m)(
+            torch.ones(BATCH, WIDTH)
+        ),
+        "list(module kit.ahead.OFFSETS): =['first', 'second'], here =['first', 'second', 'third']",
+    ),
+    "what a set holds": (
+        lambda m: (m.blocks[1].without.add("drop"), m(torch.ones(BATCH, WIDTH))),
+        "model.blocks.1.without: ={}, here ={'drop'}",
+    ),
+    "a dict in another order": (
+        lambda m: (
+            m.steps.update(down=m.steps.pop("down")),
+            m.steps.update(up=m.steps.pop("up")),
+            m(torch.ones(BATCH, WIDTH)),
+        ),
+        "list(model.steps): =['up', 'down'], here =['down', 'up']",
     ),
     "another function": (
         lambda m: (setattr(m, "ends", torch.neg), m(torch.ones(BATCH, WIDTH))),

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 WIDTH, BATCH = 8, 4
 
 
+OFFSETS = {"first": 0.5, "second": 0.25}
+
+
 class Block(nn.Module):
     scale = 1.0
 
@@ -46,10 +49,13 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, WIDTH + 1), nn.Linear(WIDTH + 1, WIDTH)
         self.norm, self.drop = norm(WIDTH + 1), nn.Dropout(0.1)
+        self.without: set[str] = set()
 
     def forward(self, x: Tensor, *, power: int = 1) -> Tensor:
-        hidden = self.norm(self.up(x).relu() ** power)
-        return x + self.scale * self.drop(self.down(hidden))
+        hidden = self.down(self.norm(self.up(x).relu() ** power))
+        if "drop" not in self.without:
+            hidden = self.drop(hidden)
+        return x + self.scale * hidden
 
 
 class Model(nn.Module):
@@ -69,6 +75,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(norm) for _ in range(num_blocks))
         self.head = nn.Linear(WIDTH, 5)
         self.checkpoints, self.ends = checkpoints, torch.abs
+        self.steps = {"up": 1.0, "down": -1.0}
 
     def forward(self, x: Tensor, *, power: int = 1) -> dict[str, Any]:
         for block in self.blocks:
@@ -76,6 +83,10 @@ class Model(nn.Module):
                 x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x, power=power)
+        for step in self.steps.values():
+            x = x + step
+        for offset in OFFSETS.values():
+            x = x + offset
         loss = self.ends(self.head(x).square().mean())
         return {"loss": loss, "hidden": x, "power": power, "no": None}
 
