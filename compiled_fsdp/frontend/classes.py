@@ -35,7 +35,7 @@ from compiled_fsdp.wire.ops import TRACED
 from .zero_grad import zeroing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from compiled_fsdp.units.handles import Handle
     from compiled_fsdp.units.unit import Unit
@@ -59,19 +59,23 @@ def swap_class(module: nn.Module, names: tuple[str, ...], root: type | None = No
 
     root: for a module that a call was given, the class of what users call on it.
     """
-    original = original_class(module)
     _roots[module] = root
+    made = _class_for(original_class(module), root, names)
+    module.__dict__.setdefault("_fsdp_handles", {})
+    module.__dict__.setdefault("_fsdp_replaced", {})
+    if not READS_DICTS:
+        module.__dict__.setdefault("_fsdp_attributes", Attributes(module))
+    object.__setattr__(module, "__class__", made)  # an OptimizedModule passes plain assignments on
+
+
+def _class_for(original: type, root: type | None, names: Iterable[str]) -> type:
     if (original, root) not in _classes:
         _classes[original, root] = _make_class(original, root)
     made = _classes[original, root]
     for name in names:
         if name not in vars(made):
             setattr(made, name, property(*_accessors(name)))
-    module.__dict__.setdefault("_fsdp_handles", {})
-    module.__dict__.setdefault("_fsdp_replaced", {})
-    if not READS_DICTS:
-        module.__dict__.setdefault("_fsdp_attributes", Attributes(module))
-    object.__setattr__(module, "__class__", made)  # an OptimizedModule passes plain assignments on
+    return made
 
 
 def keep_classes(unit: Unit) -> None:
@@ -129,9 +133,33 @@ def _make_class(original: type, root: type | None) -> type:
             body["forward"] = _own_forward(original)
     else:
         body |= {"_compiled_call_impl": _checked_call, "__reduce_ex__": _as_original}
-    made = type(name, bases, body)
+    is_parametrized = type(original) is type and original.__name__.startswith("Parametrized")
+    made = (_Parametrized if is_parametrized else type)(name, bases, body)
     originals[made] = original
     return made
+
+
+class _Parametrized(type):
+    """The class of what stands for a class that torch has made for a parametrized module:
+    `remove_parametrizations` deletes a property of the module's class, and gives the module that
+    class's first base.
+    """
+
+    def __delattr__(cls, name: str) -> None:
+        if name in vars(cls):
+            super().__delattr__(name)
+        else:
+            delattr(originals[cls], name)
+
+    @property
+    def __bases__(cls) -> tuple[type, ...]:  # type: ignore[override]
+        """That of the class that it stands for; of a module of a call, what stands for that one."""
+        base = originals[cls].__bases__[0]
+        root = next(root for (_, root), made in _classes.items() if made is cls)
+        if root is None:
+            return (base,)
+        names = (name for name, value in vars(cls).items() if isinstance(value, property))
+        return (_class_for(base, root, names),)
 
 
 def _own_forward(original: Any) -> Callable[..., Any]:

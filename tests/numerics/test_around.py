@@ -17,6 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
+from compiled_fsdp import FSDPModule
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -183,3 +185,29 @@ def test_ops_with_effects_by_inductor(two: Pool) -> None:
 
 def by_inductor() -> None:
     beside(orthogonal, kinds=("inductor",))
+
+
+# -- parametrizations that are taken away again
+
+
+def unparametrized(side: Side, units: tuple[str, ...]) -> None:
+    """To export: the layer has the class that it had before."""
+    model = Net()
+    nn.utils.parametrizations.weight_norm(model.a)
+    model = side.shard(model, *units)
+    side.train(side.compile(model, fullgraph=True), model)
+    nn.utils.parametrize.remove_parametrizations(model.a, "weight")
+    assert isinstance(model.a, nn.Linear)
+    assert not nn.utils.parametrize.is_parametrized(model.a)
+    is_unit = side.is_ours and "a" in units
+    assert type(model.a).__name__ == ("FSDPLinear" if is_unit else "Linear")
+    assert isinstance(model.a, FSDPModule) == is_unit
+    side.note_params(model)
+    for name, value in model.state_dict().items():
+        side.note(name, value)
+
+
+@pytest.mark.parametrize("units", [("b",), ("a", "b")], ids="+".join)
+def test_parametrizations_that_are_removed(two: Pool, units: tuple[str, ...]) -> None:
+    """Stock's refuses where the layer is a unit of its own."""
+    two.run(beside, unparametrized, units)
