@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList
 
+from compiled_fsdp.torch_private.contains import look_at_every_item
 from compiled_fsdp.torch_private.dtensors import movable
 from compiled_fsdp.torch_private.dynamo import READS_DICTS, never_traced_alone, untraced
 from compiled_fsdp.units.reads import traced, unshard_as
@@ -59,6 +60,7 @@ def swap_class(module: nn.Module, names: tuple[str, ...], root: type | None = No
 
     root: for a module that a call was given, the class of what users call on it.
     """
+    look_at_every_item()
     _roots[module] = root
     made = _class_for(original_class(module), root, names)
     module.__dict__.setdefault("_fsdp_handles", {})

@@ -211,3 +211,30 @@ def unparametrized(side: Side, units: tuple[str, ...]) -> None:
 def test_parametrizations_that_are_removed(two: Pool, units: tuple[str, ...]) -> None:
     """Stock's refuses where the layer is a unit of its own."""
     two.run(beside, unparametrized, units)
+
+
+# -- numbers of a list that differ from call to call
+
+
+class Skipping(Net):
+    def forward(self, x: Tensor, layers: Any = (0, 1)) -> Tensor:
+        for i, layer in enumerate((self.a, self.b)):
+            if i in layers:
+                x = layer(x).tanh()
+            if 2.0 in layers or "a" in layers:
+                x = x + 1.0
+        result: Tensor = self.c(x)
+        return result
+
+
+def skipping(side: Side) -> None:
+    model = side.shard(Skipping(), "a", "b")
+    call = side.compile(model, fullgraph=True)
+    named = ([0, 1], [0, 2], [1, 3], [1], [2], [3, 0, 1], (1, 0))
+    of_step = iter(named)
+    side.train(lambda x: call(x, next(of_step)), model, len(named))
+
+
+def test_layers_that_a_list_names(two: Pool) -> None:
+    """Until 2.13 torch's Dynamo takes `1 in layers` for False where these are symbols."""
+    two.run(beside, skipping)
