@@ -110,22 +110,17 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
 def from_weights(unshards: list[Node], backward: set[Node]) -> list[Node]:
     """The unshards and what forward computes cheaply from them alone, in graph order; of all-gather
     extensions, whatever is no matmul and nothing random: codes are looked up in tables.
-
-    unshards: or inputs of a subgraph that stand for them.
     """
     found = dict.fromkeys(unshards)
-    extended = {n for n in unshards if n.target is UNSHARD and param_spec(n).is_extended}
+    extended = {node for node in unshards if param_spec(node).is_extended}
     stack = list(found)
     while stack:
         for node in stack.pop().users:
             if node in found or node in backward or node.op != "call_function":
                 continue
-            others = [n for n in node.all_input_nodes if n not in extended]
-            is_of_extension = len(others) < len(node.all_input_nodes) and all(
-                map(_is_table, others)
-            )
-            is_cheap = _is_cheap(node) and all(n in found for n in node.all_input_nodes)
-            if is_cheap or (is_of_extension and _is_repeatable(node)):
+            is_of_extension = all(n in extended or _is_table(n) for n in node.all_input_nodes)
+            is_of_found = is_cheap(node) and all(n in found for n in node.all_input_nodes)
+            if is_of_found or (is_of_extension and _is_repeatable(node)):
                 found[node] = None
                 stack.append(node)
                 if is_of_extension:
@@ -155,7 +150,8 @@ def _is_table(node: Node) -> bool:
     )
 
 
-def _is_cheap(node: Node) -> bool:
+def is_cheap(node: Node) -> bool:
+    """Whether computing this again costs little beside what it is computed of."""
     if node.target in CHEAP or is_view(node):
         return True
     is_op = isinstance(node.target, torch._ops.OpOverload)

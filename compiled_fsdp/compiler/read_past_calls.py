@@ -1,5 +1,5 @@
-"""Read what a unit's subgraph hands through, or computes cheaply from parameters alone, from where
-it came, and let it return nothing that nobody reads.
+"""Read what a unit's subgraph hands through, or computes cheaply from parameters and inputs of the
+graph, from where it came, and let it return nothing that nobody reads.
 
 Before, of what AOTAutograd and the partitioner make of `Plan(regions="units")`:
 
@@ -20,13 +20,13 @@ After:
     %view = permute(%cast)
     %back = invoke_subgraph(%backward, "backward", %w0, %view, %tangent)
 
-So parameters that backward reads, be it as `torch.autocast` has cast them, are seen to be
-parameters, and gathered again (`passes/reshard.py`); and no result lies in the memory of what the
-call was given, or of another result, which who writes over one would not see.
+So parameters that backward reads, be it as `torch.autocast` has cast them, or times a mask, are
+seen to be parameters, and gathered again (`passes/reshard.py`); and no result lies in the memory of
+what the call was given, or of another result, which who writes over one would not see.
 
 Requires: a joint graph as AOTAutograd made it, or one for inference.
 Ensures: no result of a call is one of its arguments, another result, a view, or computed cheaply
-    from parameters alone; each is read.
+    from parameters and inputs of the graph alone; each is read.
 Leaves alone: subgraphs that are not ours.
 """
 
@@ -35,6 +35,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.fx.node import map_arg
 
 from compiled_fsdp.ir import fakes
@@ -50,7 +51,7 @@ from compiled_fsdp.ir.graph import (
 from compiled_fsdp.ir.meta import keep_strides
 from compiled_fsdp.ir.schema import UNSHARD
 from compiled_fsdp.ir.subgraphs import unit_called_by
-from compiled_fsdp.passes.reshard import from_weights
+from compiled_fsdp.passes.reshard import from_weights, is_cheap
 from compiled_fsdp.torch_private.fakes import alike, look, mode_of
 
 if TYPE_CHECKING:
@@ -59,31 +60,33 @@ if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
 
 
+CONSTANTS = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default)
+
+
 def read_past_calls(gm: GraphModule) -> None:
     """See the module docstring."""
     calls: dict[Graph, list[Node]] = {}
     for node in gm.graph.nodes:
         if (body := unit_called_by(node)) is not None:
             calls.setdefault(body, []).append(node)
-    weights = (
-        set(from_weights(find(gm.graph, UNSHARD), backward_nodes(gm.graph))) if calls else set()
-    )
+    if calls:
+        weights = from_weights(find(gm.graph, UNSHARD), backward_nodes(gm.graph))
+        rests = {*weights, *placeholders(gm.graph)}
     for body, nodes in calls.items():
-        _settle(body, nodes, weights)
+        _settle(body, nodes, rests)
 
 
-def _settle(body: Graph, calls: list[Node], weights: Collection[Node]) -> None:
+def _settle(body: Graph, calls: list[Node], rests: Collection[Node]) -> None:
     """Let a subgraph return values that have memory of their own, each once, and those alone that
     are read of some call; who reads others reads an argument of the call, or makes it of one.
 
-    weights: what the graph that calls has of parameters.
+    rests: what the graph that calls has of parameters, and its inputs.
     """
     end = output(body)
     results: Any = end.args[0]
     place_of = {node: i for i, node in enumerate(placeholders(body))}
-    given = [arg for arg, i in place_of.items() if all(c.args[2 + i] in weights for c in calls)]
-    made_outside = {node for node in body.nodes if is_view(node)}.union(from_weights(given, set()))
-    made_outside.difference_update(place_of)
+    at_rest = {a for a, i in place_of.items() if all(c.args[2 + i] in rests for c in calls)}
+    made_outside = {node for node in body.nodes if is_view(node)} | _cheaply_made(body, at_rest)
     sources = [_source(result, made_outside) for result in results]
     read_of: set[Any] = {read.args[1] for call in calls for read in call.users if read.users}
     roots = dict.fromkeys(root for k in sorted(read_of) for root in sources[k][0])
@@ -109,6 +112,19 @@ def _settle(body: Graph, calls: list[Node], weights: Collection[Node]) -> None:
     body.eliminate_dead_code()
     body.owning_module.recompile()  # type: ignore[union-attr]
     erase_all([call for call in calls if not call.users])
+
+
+def _cheaply_made(body: Graph, at_rest: set[Node]) -> set[Node]:
+    """What a subgraph computes cheaply of these of its inputs alone, a weight times a mask, say."""
+    found: set[Node] = set()
+    for node in body.nodes:
+        if node.target in CONSTANTS or (
+            node.all_input_nodes
+            and is_cheap(node)
+            and all(each in at_rest or each in found for each in node.all_input_nodes)
+        ):
+            found.add(node)
+    return found
 
 
 def _source(result: Node, made_outside: Collection[Node]) -> tuple[list[Node], list[Node]]:

@@ -119,14 +119,15 @@ def compile_step(
 
     Returns:
         The step. `step(*batch, **more)`, or `step(batches)`, returns the loss, detached; of a
-        `loss_fn` that returns more, a tuple of it and these, of several micro-batches a list of
-        each.
+        `loss_fn` that returns more, a tuple of it and these, as it does, of several micro-batches
+        a list of each.
 
     Raises:
         NotImplementedError: what is asked for is not supported in a whole step; from `step(...)`,
             the loss cannot be captured as one graph, or has gradients that no update takes.
         TypeError: the model has no sharded module, the optimizer is of another class, or a batch
             of several is none; from `step(...)`, `loss_fn` returns something else.
+        BaseException: from `step(...)`, what `loss_fn` or the model raises, of its class.
         ValueError: an argument is out of its range, an optimizer cannot be captured in a CUDA
             graph (from `step(...)`, too), two optimizers hold a parameter, or none holds
             one that the model trains, or there are other than `accumulate` batches.

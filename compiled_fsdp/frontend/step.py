@@ -40,7 +40,7 @@ from .scaling import Scaling
 from .state import follow_user_below
 from .states_at_rest import bring_home
 from .step_errors import check_gradient, check_trainable, raise_explained, say_compiled_often
-from .step_values import batches, function_of, with_own_code
+from .step_values import batches, function_of, with_loss, with_own_code
 from .stepped import announce_updated
 
 if TYPE_CHECKING:
@@ -232,9 +232,7 @@ class Step:
             schedule.step()
         losses, others = found if self.scaling is None else found[1]
         mean: Tensor = sum((each.detach() for each in losses[1:]), losses[0].detach())
-        if not any(others):
-            return mean
-        return mean, *(others[0] if self.num_batches == 1 else map(list, zip(*others, strict=True)))
+        return with_loss(mean, others)
 
     def drop_gathered(self, optimizer: optim.Optimizer) -> None:
         """Forget what was gathered for the next step of parameters that an optimizer is about to

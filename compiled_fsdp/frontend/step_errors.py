@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compiled_fsdp.errors import shortened, warn_once
-from compiled_fsdp.torch_private.compiled import error_of_backend, why_no_graph
+from compiled_fsdp.torch_private.compiled import error_of_backend, raised_in_trace, why_no_graph
 from compiled_fsdp.torch_private.modules import hooked_on_backward
 
 from .optimizers import LOOP
@@ -64,7 +64,10 @@ def raise_explained(error: BaseException, name: str, num_batches: int) -> None:
     Raises:
         NotImplementedError: the step cannot be one graph.
         TypeError: the loss function returned something else than a loss.
+        BaseException: the loss function, or the model, raised this.
     """
+    if (raised := raised_in_trace(error)) is not None:
+        raise raised from error
     inner = error_of_backend(error)
     if isinstance(inner, NotImplementedError):
         raise inner from None

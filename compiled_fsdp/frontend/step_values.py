@@ -32,7 +32,7 @@ def function_of(
     is_scaled: it takes the scale of the losses first, and returns the inverse of that first.
     """
 
-    def part(args: Sequence[Any], more: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...]]:
+    def part(args: Sequence[Any], more: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...] | None]:
         found = model(*args, **more) if loss_fn is None else loss_fn(model, *args, **more)
         loss, others = loss_and_others(found, name)
         return (loss if count == 1 else loss / count), others
@@ -104,20 +104,37 @@ def _note_strange(name: str, kind: str) -> None:
     _strange[name] = kind
 
 
-def loss_and_others(found: Any, name: str) -> tuple[Tensor, tuple[Any, ...]]:
-    """Traced: the loss, and what else a loss function returns, for the step of this name."""
+def loss_and_others(found: Any, name: str) -> tuple[Tensor, tuple[Any, ...] | None]:
+    """Traced: the loss, and what else a loss function returns, for the step of this name: None
+    beside a loss alone; of a named tuple, one without the loss (`with_loss`).
+    """
     if isinstance(found, torch.Tensor):
-        return found, ()
+        return found, None
     if isinstance(found, tuple) and found and isinstance(found[0], torch.Tensor):
         loss, *others = found
         if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(others)):
-            return loss, tuple(others)
+            kind: Any = type(found)
+            return loss, kind(None, *others) if hasattr(found, "_fields") else tuple(others)
         strange = "in which others than the first require a gradient"
         _note_strange(name, f"a {type(found).__name__} {strange}")
     else:
         _note_strange(name, f"a {type(found).__name__}")
     torch._dynamo.graph_break()
     raise AssertionError  # with fullgraph=True, that was the end
+
+
+def with_loss(mean: Tensor, others: Sequence[tuple[Any, ...] | None]) -> Any:
+    """What a step returns, of the mean of the losses and what else `loss_fn` has returned for each
+    micro-batch: what `loss_fn` does, or of several a list of each.
+    """
+    first: Any = others[0]
+    is_named = hasattr(first, "_fields")
+    if is_named and len(others) == 1:
+        return first._replace(**{first._fields[0]: mean})
+    parts = [each[is_named:] for each in others if each is not None]
+    if not parts:
+        return mean
+    return mean, *(parts[0] if len(parts) == 1 else map(list, zip(*parts, strict=True)))
 
 
 def what_is_strange(name: str) -> str:

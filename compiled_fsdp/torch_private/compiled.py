@@ -4,7 +4,9 @@ torch 2.11, 2.13 and 2.15.
 
 from __future__ import annotations
 
+import ast
 import functools
+import re
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,12 @@ import torch
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    Unsupported,
+    UserError,
+    observed_exception_map,
+)
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import guard_failures, orig_code_map
@@ -198,6 +205,39 @@ def error_of_backend(error: BaseException) -> BaseException | None:
     return error.inner_exception if isinstance(error, BackendCompilerFailed) else None
 
 
+def raised_in_trace(error: BaseException) -> BaseException | None:
+    """What the traced program has raised itself, with `fullgraph=True`: of its class, with its
+    arguments if Dynamo knows them as plain values, else with what it knows as a text. None of
+    another error, and of a class that is made otherwise. Tried on 2.11, 2.13 and 2.15.
+    """
+    if not isinstance(error, Unsupported):
+        return None
+    text = str(error)
+    if text.startswith("Data-dependent assertion failed"):
+        is_known = "value: ConstantVariable(bool: False)" in text
+        return AssertionError(_line_of(error)) if is_known else None
+    seen = type(error.__cause__ or error.__context__)
+    kinds = [kind for kind, observed in observed_exception_map.items() if observed is seen]
+    found = re.search(r"raised exception (.*)", text)
+    if not (text.startswith("Observed exception") and kinds and found):
+        return None
+    try:
+        call = ast.parse(found[1], mode="eval").body
+        args = [ast.literal_eval(arg) for arg in call.args] if isinstance(call, ast.Call) else []
+    except (SyntaxError, ValueError):
+        args = [f"{found[1]} ({_line_of(error)})"]
+    try:
+        return kinds[0](*args)
+    except TypeError:
+        return None
+
+
+def _line_of(error: Unsupported | UserError) -> str:
+    """Where Dynamo was, and what stands there; "" if that is not known."""
+    stack = getattr(error, "real_stack", None)
+    return f"{stack[-1].filename}:{stack[-1].lineno}, {stack[-1].line}" if stack else ""
+
+
 def why_no_graph(error: BaseException) -> str:
     """Why Dynamo could not make one graph of a function, with `fullgraph=True`, and in which line;
     "" of another error. Tried on 2.13.
@@ -207,6 +247,5 @@ def why_no_graph(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["unknown"]
     more = "Developer debug context:" if lines[0] == "Observed exception" else "Explanation:"
     text = " ".join([lines[0], *(line.removeprefix(more) for line in lines if more in line)])
-    stack = getattr(error, "real_stack", None)
-    where = f"{stack[-1].filename}:{stack[-1].lineno}, {stack[-1].line}" if stack else ""
+    where = _line_of(error)
     return f"{text.rstrip('.')} ({where})" if where else text.rstrip(".")

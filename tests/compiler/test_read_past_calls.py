@@ -95,10 +95,14 @@ def test_arguments_and_views_of_them() -> None:
     torch.testing.assert_close(values[8], values[5][:2])
 
 
-def cast_in_calls(num_parameters: int) -> tuple[list[object], list[str]]:
+def cast_in_calls(
+    num_parameters: int, *, is_computed: bool = False
+) -> tuple[list[object], list[str]]:
     """Two calls of a subgraph that casts its second argument, a parameter in so many: the targets
     of the values of the first one (its result, the cast, a view of that, and the cast added to the
     first argument), and what the subgraph still returns.
+
+    is_computed: the others are no inputs of the graph, but sines of these.
     """
     inner = Hand()
     x, w = inner.input("x", 4, 4), inner.input("w", 4, 4)
@@ -115,6 +119,8 @@ def cast_in_calls(num_parameters: int) -> tuple[list[object], list[str]]:
         else outer.input(f"w{i}", 4, 4)
         for i in range(2)
     ]
+    if is_computed:
+        weights[num_parameters:] = [outer(aten.sin.default, w) for w in weights[num_parameters:]]
     name = "partitioned_fw_fsdp_unit_0_0"
     gm = called(name, inner, (product, cast, view, mixed, product), outer, weights)
     read_past_calls(gm)
@@ -135,9 +141,14 @@ def test_casts_of_parameters() -> None:
     assert returned == ["mm_default", "add_tensor"]
 
 
+def test_casts_of_inputs_of_the_graph() -> None:
+    """A mask, say, is there in backward as well."""
+    assert cast_in_calls(1) == cast_in_calls(0) == cast_in_calls(2)
+
+
 def test_casts_of_other_values() -> None:
-    """Where it is no parameter in one of the calls, a cast is saved as it is."""
-    targets, returned = cast_in_calls(1)
+    """Where it is neither in one of the calls, a cast is saved as it is."""
+    targets, returned = cast_in_calls(1, is_computed=True)
     assert targets == [operator.getitem] * 2 + [aten.permute.default, operator.getitem]
     assert returned == ["mm_default", "_to_copy_default", "add_tensor"]
 
