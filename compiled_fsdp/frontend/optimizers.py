@@ -173,7 +173,8 @@ class Optimizers:
         if strange := len(held - known):
             raise ValueError(
                 f"compile_step: the {self.name} holds {strange} parameters that the model does not "
-                f"have, which a whole step does not update. {LOOP}"
+                "have, or did not when the step was made, which a whole step does not update. If "
+                f"they were put into the model since, call compile_step again. {LOOP}"
             )
 
     def held(self) -> set[int]:

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 from torch._dynamo import utils
 from torch._dynamo.variables import lists
 from torch._dynamo.variables.builder import SourcelessBuilder
+from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+KINDS = (int, float, tuple, list)  # of values of which symbols may be a part
 
 
 def look_at_every_item() -> None:
@@ -35,13 +39,18 @@ def look_at_every_item() -> None:
         found = contains(items, search, tx, *args, **options)
         if not (found.is_python_constant() and search.is_python_constant()):
             return found
-        if found.as_python_constant() or not isinstance(search.as_python_constant(), int | float):
+        if found.as_python_constant() or not isinstance(search.as_python_constant(), KINDS):
             return found
 
         def call(function: Any, *of: Any) -> Any:
             return SourcelessBuilder.create(tx, function).call_function(tx, [*of], {})
 
-        unknown = [item for item in items if isinstance(item, SymNodeVariable)]
+        unknown = [
+            item
+            for item in items
+            if isinstance(item, SymNodeVariable | BaseListVariable)
+            and not item.is_python_constant()
+        ]
         equal = [call(operator.eq, item, search) for item in unknown]
         return functools.reduce(functools.partial(call, operator.or_), equal, found)
 
