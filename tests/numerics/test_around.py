@@ -223,7 +223,7 @@ class Skipping(Net):
                 x = layer(x).tanh()
             if 2.0 in layers or "a" in layers:
                 x = x + 1.0
-            if (1, 3) in [tuple(layers)]:
+            if (1, 3) in [tuple(layers)] or (True in layers) is (2 in layers):
                 x = x * 2.0
         result: Tensor = self.c(x)
         return result
