@@ -84,7 +84,7 @@ def reader(made_for: dict[str, str]) -> Callable[[Any], tuple[Any, ...]]:
         except _LeftOutError:
             continue  # not imported here: what follows of it was compared when it was loaded
         tree = _Uncopied().visit(tree)
-        if value.startswith("={"):
+        if value.startswith("{"):
             parts.append(f"frozenset({ast.unparse(tree)}), ")
         elif value.startswith("=") or (
             value != NOTHING and " " in value
@@ -140,16 +140,9 @@ class _UnknownError(Exception):
 
 
 class _Keys(tuple[Any, ...]):
-    """Those of a dict, in order, if they are plain values."""
+    """Those of a dict, in order."""
 
     __slots__ = ()
-
-    def __new__(cls, keys: Iterable[Any]) -> _Keys:
-        """From a dict."""
-        found = tuple(keys)
-        if not all(isinstance(each, PLAIN) for each in found):
-            raise _LeftOutError
-        return super().__new__(cls, found)
 
 
 def _check(tree: ast.expr) -> None:
@@ -173,6 +166,9 @@ def _check(tree: ast.expr) -> None:
                 tree = of
             case ast.Call(func=func, args=[of, key]) if ast.unparse(func) == ITEM:
                 _check(key)
+                tree = of
+            case ast.Compare(left=key, ops=[ast.In()], comparators=[of]):
+                ast.literal_eval(key)
                 tree = of
             case _:
                 raise ValueError(
@@ -210,14 +206,23 @@ def _value(tree: ast.expr, model: Any) -> Any:
             if isinstance(owner, ProcessGroup) and attr == "group_name":
                 return common_name(owner.group_name)
             return getattr(owner, attr)
+        case ast.Call():
+            return _called(tree, model)
+        case ast.Compare(left=key, comparators=[of]):
+            return ast.literal_eval(key) in _value(of, model)
+        case ast.Subscript():
+            return _at_place(tree, model)
+    raise _UnknownError
+
+
+def _called(tree: ast.Call, model: Any) -> Any:
+    match tree:
         case ast.Call(
             func=ast.Name(id="type" | "dict" | "len" | "list" as name), args=[of], keywords=[]
         ):
             return (_Keys if name == "list" else _CALLS[name])(_value(of, model))
         case ast.Call(func=func, args=[of, key]) if ast.unparse(func) == ITEM:
             return dict.__getitem__(_value(of, model), _value(key, model))
-        case ast.Subscript():
-            return _at_place(tree, model)
         case ast.Call(func=ast.Attribute(value=of), args=[], keywords=[]):
             _value(of, model)  # torch's, as in 2.15 the settings that it reads, is left out
     raise _UnknownError
@@ -273,9 +278,9 @@ def _text(value: Any) -> str:
     if isinstance(value, PLAIN):
         return f"={value!r}"
     if isinstance(value, _Keys):
-        return f"={[*value]!r}"
-    if isinstance(value, set | frozenset) and all(isinstance(each, PLAIN) for each in value):
-        return f"={{{', '.join(sorted(map(repr, value)))}}}"
+        return f"[{', '.join(map(_text_of_key, value))}]"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_text_of_key, value)))}}}"
     if isinstance(value, DeviceMesh):
         return f"DeviceMesh {mesh_in_words(value)}"
     if isinstance(value, Placement):
@@ -284,6 +289,12 @@ def _text(value: Any) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{kind} {value.__qualname__}"
     return kind
+
+
+def _text_of_key(key: object) -> str:
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_text_of_key, key))})"
+    return _text(key).removeprefix("=")
 
 
 # -- source code

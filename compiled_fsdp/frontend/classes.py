@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils import parametrize
 
 from compiled_fsdp.torch_private.contains import look_at_every_item
 from compiled_fsdp.torch_private.dtensors import movable
@@ -135,8 +135,11 @@ def _make_class(original: type, root: type | None) -> type:
             body["forward"] = _own_forward(original)
     else:
         body |= {"_compiled_call_impl": _checked_call, "__reduce_ex__": _as_original}
-    is_parametrized = type(original) is type and original.__name__.startswith("Parametrized")
-    made = (_Parametrized if is_parametrized else type)(name, bases, body)
+    kind: Any = type
+    if original.__module__ == parametrize.__name__:  # torch has made it for one module
+        own = type(original)
+        kind = _Parametrized if own is type else type(own.__name__, (_Parametrized, own), {})
+    made: type = kind(name, bases, body)
     originals[made] = original
     return made
 
@@ -148,7 +151,7 @@ class _Parametrized(type):
     """
 
     def __delattr__(cls, name: str) -> None:
-        if name in vars(cls):
+        if name in vars(cls) or cls not in originals:
             super().__delattr__(name)
         else:
             delattr(originals[cls], name)
@@ -156,6 +159,9 @@ class _Parametrized(type):
     @property
     def __bases__(cls) -> tuple[type, ...]:  # type: ignore[override]
         """That of the class that it stands for; of a module of a call, what stands for that one."""
+        if cls not in originals:  # it is being made, or comes from one of ours
+            bases: tuple[type, ...] = vars(type)["__bases__"].__get__(cls)
+            return bases
         base = originals[cls].__bases__[0]
         root = next(root for (_, root), made in _classes.items() if made is cls)
         if root is None:
@@ -272,7 +278,7 @@ def _check_gathered(module: nn.Module, args: tuple[Any, ...]) -> None:
     ]
     if not closed or any(isinstance(a, DTensor) for a in args):
         return
-    if isinstance(module, ParametrizationList):
+    if isinstance(module, parametrize.ParametrizationList):
         return  # computes of its parameters alone: `layer.weight`, as DTensor can
     state: State = module.__dict__["_fsdp_owner"]
     sharded = [

@@ -127,7 +127,8 @@ def compile_step(
             the loss cannot be captured as one graph, or has gradients that no update takes.
         TypeError: the model has no sharded module, the optimizer is of another class, or a batch
             of several is none; from `step(...)`, `loss_fn` returns something else.
-        BaseException: from `step(...)`, what `loss_fn` or the model raises, of its class.
+        BaseException: from `step(...)`, what `loss_fn` or the model raises, of its class; what
+            Dynamo cannot follow (a constructor of its own, say) is the `NotImplementedError` above.
         ValueError: an argument is out of its range, an optimizer cannot be captured in a CUDA
             graph (from `step(...)`, too), two optimizers hold a parameter, or none holds
             one that the model trains, or there are other than `accumulate` batches.

@@ -18,12 +18,12 @@ what surrounds it, copies out of buckets and gradients into buckets, into the sa
 
 Two calls are equal if their nodes, one by one, have the same function, options, shapes, strides,
 dtypes and `requires_grad`, and read the same places of each other. Left where it stands, and said
-once: a unit whose nodes are not together, that writes to what it is given, whose results lie in
-what it is given, with a parameter that leads to none of its results that are used (it would get
-zeros: `unit_gradients.py`), that draws random numbers, communicates, has operators with functions
-of their own (`cond`; checkpoints are kept inside: `unit_checkpoints.py`), that switches autograd or
-autocast on or off, or stands where they are switched, or under a checkpoint with others; everything
-in graphs of dynamic shapes.
+once: a unit whose nodes are not together, that writes to what it is given, or is given an input of
+the graph that is written to elsewhere, whose results lie in what it is given, with a parameter that
+leads to none of its results that are used (it would get zeros: `unit_gradients.py`), that draws
+random numbers, communicates, has operators with functions of their own (`cond`; checkpoints are
+kept inside: `unit_checkpoints.py`), that switches autograd or autocast on or off, or stands where
+they are switched, or under a checkpoint with others; everything in graphs of dynamic shapes.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from .control_flow import hoist_from_checkpoints
 from .unit_calls import Call, calls_in, look
 from .unit_checkpoints import checkpointed, is_checkpoint
 from .unit_gradients import gradients_of, needs_grad, that_lead_out
+from .written import is_written
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,11 +55,11 @@ if TYPE_CHECKING:
 _FEW = f"it occurs {{}} times, and is compiled once from {LEAST_TIMES} on"
 
 
-def outline_units(gm: GraphModule, *, writes_parameters: bool) -> None:
+def outline_units(gm: GraphModule, written: set[int], *, writes_parameters: bool) -> None:
     """See the note above.
 
-    writes_parameters: whether the graph writes to a parameter in place, so that it matters when
-        one is read.
+    written: the storages that the graph writes to in place.
+    writes_parameters: whether a parameter is among them, so that it matters when one is read.
     """
     plan = current_plan()
     if not plan.shares_units:
@@ -71,7 +72,8 @@ def outline_units(gm: GraphModule, *, writes_parameters: bool) -> None:
     calls, lead_out = calls_in(gm.graph), that_lead_out(gm.graph)
     if isinstance(plan.regions, tuple):
         calls = _of_classes(calls, plan.regions)
-    alone: dict[str, str] = {}
+    alone = {call.path: why for call in calls if (why := _why_written(call, written))}
+    calls = [call for call in calls if call.path not in alone]
     number = 0
     for depth in range(max((call.depth for call in calls), default=-1) + 1):
         for group in _groups([call for call in calls if call.depth == depth], alone):
@@ -149,6 +151,15 @@ def _why_none(graph: Graph) -> str:
         if isinstance(traced_value(node), torch.SymInt):
             return f"dynamic shapes (%{node.name})"
     return ""
+
+
+def _why_written(call: Call, written: set[int]) -> str:
+    """Why a call may not be a subgraph, whose backward may read its inputs when they have other
+    values; "" if it may.
+    """
+    inputs = (node for node in call.inputs if node.op == "placeholder")
+    found = next((node for node in inputs if is_written(node, written)), None)
+    return f"it reads %{found.name}, which the graph writes to" if found is not None else ""
 
 
 def _groups(calls: Sequence[Call], alone: dict[str, str]) -> list[list[Call]]:

@@ -8,7 +8,6 @@ then moves by weight decay what it would have passed over.
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,8 @@ import torch
 from compiled_fsdp.ir.graph import op_name
 from compiled_fsdp.ir.meta import traced_value
 from compiled_fsdp.torch_private.subgraphs import AsItStands
+
+from .written import OPERATORS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,9 +50,11 @@ def that_lead_out(graph: Graph) -> set[Node]:
 
 
 def _written_to(node: Node) -> object:
-    """What a node writes to in place, `y` of `y.add_(x)` and `y[0] = x`; None if it does not."""
+    """What a node writes to in place, `y` of `y.add_(x)`, `y += x` and `y[0] = x`; None if it does
+    not.
+    """
     name = op_name(node.target)
-    is_write = node.target is operator.setitem or (name.endswith("_") and not name.endswith("__"))
+    is_write = node.target in OPERATORS or (name.endswith("_") and not name.endswith("__"))
     return node.args[0] if is_write and node.args else None
 
 

@@ -116,7 +116,7 @@ def settle_writes(gm: GraphModule) -> None:
     if is_cut_off():
         say_what_leaves(gm.graph)
     if not written:
-        outline_units(gm, writes_parameters=False)
+        outline_units(gm, written, writes_parameters=False)
         return
     for graph in graphs:
         _share_reads(graph, graphs, written)
@@ -127,7 +127,7 @@ def settle_writes(gm: GraphModule) -> None:
     announce_before_backward(gm.graph, written)
     reads = gm.graph.find_nodes(op="call_function", target=UNSHARD)
     parameters = [n for read in reads for n in (read, read.args[0])]
-    outline_units(gm, writes_parameters=any(is_written(n, written) for n in parameters))
+    outline_units(gm, written, writes_parameters=any(is_written(n, written) for n in parameters))
 
 
 def _written_residents(graph: Graph, written: set[int]) -> list[str]:

@@ -5,6 +5,7 @@ Private torch used here (tried on 2.13 and 2.15): `torch.utils._pytree`.
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch.fx import Graph
+
+
+# `x[0] = y`, and `x += y` of a tensor that is written to.
+OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in (
+        *("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow"),
+        *("ilshift", "irshift", "iand", "ixor", "ior"),
+    )
+)
 
 
 def written_storages(graphs: Iterable[Graph]) -> set[int]:
@@ -55,7 +66,7 @@ def written_by(node: Node) -> Iterator[Node]:
         GET_DATA,
     ):
         return
-    if name == "setitem" or (name.endswith("_") and not name.endswith("__")):
+    if node.target in OPERATORS or (name.endswith("_") and not name.endswith("__")):
         yield from (n for n in tree_leaves(node.args[:1]) if isinstance(n, Node))
     if name.startswith("_fused_") and name.endswith("_"):
         yield from (n for n in tree_leaves(node.args[1:]) if isinstance(n, Node))

@@ -5,6 +5,7 @@ Tried on torch 2.13.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import os
 import re
@@ -45,6 +46,8 @@ OF_ALL = (
 HOOKS = re.compile(r"\._(forward|backward)\w*hooks\w*$")
 # Guards on the keys of a dict, in order.
 OF_KEYS = ("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK")
+# Guards on what is, or is not, in a dict or a set.
+OF_A_KEY = ("DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS")
 # Outputs that a forward computes, as opposed to those that share memory with something.
 COMPUTED = (OutputType.non_alias, OutputType.unsafe_view_alias)
 
@@ -69,7 +72,8 @@ def compiling_ahead() -> Iterator[None]:
 def guarded() -> list[str]:
     """Everything that Dynamo has looked at, as expressions of `L` (locals of the frame) and `G`
     (its globals); `X.__dict__['name']` also for an attribute that it has looked for in vain, and
-    `len(X)` for containers of which it went through all, `list(X)` for dicts among them.
+    `len(X)` for containers of which it went through all, `list(X)` for dicts among them, and
+    `key in X` where it has looked for a key.
     """
     found = set()
     for guard in InstructionTranslator.current_tx().output.guards:
@@ -82,9 +86,22 @@ def guarded() -> list[str]:
         kind = getattr(guard.create_fn, "func", guard.create_fn).__name__
         if kind in OF_ALL:
             found.add(f"len({guard.name})")
-        if kind in OF_KEYS and not HOOKS.search(guard.name):
+        if HOOKS.search(guard.name):
+            continue
+        if kind in OF_A_KEY:
+            key = getattr(guard.create_fn, "keywords", {}).get("key")
+            found.add(f"{key!r} in {guard.name}" if _is_literal(key) else f"list({guard.name})")
+        if kind in OF_KEYS:
             found.add(f"list({guard.name})")
     return sorted(found)
+
+
+def _is_literal(key: object) -> bool:
+    """Whether a value is what its text says."""
+    try:
+        return bool(ast.literal_eval(repr(key)) == key)
+    except (SyntaxError, ValueError):
+        return False
 
 
 def traced_code() -> list[CodeType]:

@@ -228,7 +228,7 @@ def raised_in_trace(error: BaseException) -> BaseException | None:
         args = [f"{found[1]} ({_line_of(error)})"]
     try:
         return kinds[0](*args)
-    except TypeError:
+    except Exception:  # noqa: BLE001  # a class of the user's, whose constructor may raise anything
         return None
 
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Interpreter
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .fakes import alike, look, mode_of, storage_of
 from .sizes import expression
@@ -175,7 +176,10 @@ class _Watch(TorchDispatchMode):
             self.why = self.why or f"it makes a tensor of Python's numbers ({func})"
         if func.namespace not in ("aten", "prim", "prims"):
             self.why = self.why or f"it calls {func}, which may do more than compute"
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if any(isinstance(each, torch.Tensor) and each.is_complex() for each in tree_leaves(found)):
+            self.why = self.why or f"it computes with complex numbers ({func})"
+        return found
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from kit.ahead import BATCH, CASES, OFFSETS, WIDTH, Block, precompile
+from kit.ahead import BATCH, CASES, FACTORS, OFFSETS, WIDTH, Block, precompile
 from kit.harness import SLOW
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
@@ -492,11 +492,19 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda m: mock.patch("kit.ahead.OFFSETS", dict(OFFSETS, third=0.0))(m)(
             torch.ones(BATCH, WIDTH)
         ),
-        "list(module kit.ahead.OFFSETS): =['first', 'second'], here =['first', 'second', 'third']",
+        "list(module kit.ahead.OFFSETS): ['first', 'second'], here ['first', 'second', 'third']",
+    ),
+    "a key that was not there": (
+        lambda m: mock.patch.dict(FACTORS, {("of", "all"): 2.0})(m)(torch.ones(BATCH, WIDTH)),
+        "('of', 'all') in module kit.ahead.FACTORS: =False, here =True",
+    ),
+    "a key that was there": (
+        lambda m: mock.patch("kit.ahead.FACTORS", {})(m)(torch.ones(BATCH, WIDTH)),
+        "module kit.ahead.FACTORS[1]: =2.0, here (nothing)",
     ),
     "what a set holds": (
         lambda m: (m.blocks[1].without.add("drop"), m(torch.ones(BATCH, WIDTH))),
-        "model.blocks.1.without: ={}, here ={'drop'}",
+        "model.blocks.1.without: {('a', 'pair')}, here {'drop', ('a', 'pair')}",
     ),
     "a dict in another order": (
         lambda m: (
@@ -504,7 +512,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
             m.steps.update(up=m.steps.pop("up")),
             m(torch.ones(BATCH, WIDTH)),
         ),
-        "list(model.steps): =['up', 'down'], here =['down', 'up']",
+        "list(model.steps): ['up', 'down'], here ['down', 'up']",
     ),
     "another function": (
         lambda m: (setattr(m, "ends", torch.neg), m(torch.ones(BATCH, WIDTH))),

@@ -79,7 +79,7 @@ class Layer(nn.Module):
                 shift = shift + y.mean()
         if self.odd == "argument":
             shift.add_(1.0)
-        y = of_constants(self.odd, y)
+        y = of_constants(self.odd, y, self.calls)
         if self.odd == "dtype alone":
             return (x + y + shift).type_as(self.aside(y)), y.mean()
         if "some alone" in self.odd:
@@ -100,7 +100,11 @@ class Layer(nn.Module):
         return part(x)
 
 
-def of_constants(odd: str, y: Tensor) -> Tensor:
+def of_constants(odd: str, y: Tensor, calls: Tensor) -> Tensor:
+    if odd == "buffer behind":
+        return y * (calls + 1.0)
+    if odd == "complex":
+        return torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2))) * 1j).flatten(-2)
     if "constants" in odd:  # as caches of Hugging Face's models begin
         return torch.cat([torch.tensor([], dtype=y.dtype).view(0, *y.shape[1:]), y])
     return y[:, [*range(y.shape[1])]] if odd == "index" else y
@@ -139,6 +143,9 @@ class Model(nn.Module):
             means.append(mean)
         if self.used == "x":
             means = [x.mean()]
+        if odd == "buffer behind":
+            for layer in self.layers:
+                layer.calls += 1
         logits = F.linear(x, self.embedding.weight).float()  # tied
         if self.used == "means":  # of the first layers, so that others lead nowhere
             return torch.stack(means[:1]).sum()
@@ -326,6 +333,11 @@ LEFT = {
         "a checkpoint, computes it together with others",
     ),
     "two layers": (Case(depth=2, num_calls=0), "no unit occurs 3 times"),
+    "a buffer is written to behind them": (
+        Case(odd="buffer behind", num_calls=0),
+        "it reads %l_self_modules_layers_modules_0_buffers_calls_, which the graph writes to",
+    ),
+    "complex numbers": (Case(odd="complex", num_calls=0), "it computes with complex numbers"),
     "a buffer is written to": (Case(odd="buffer", num_calls=0), "it writes to what it is given"),
     "an argument is": (Case(odd="argument", num_calls=0), "it writes to what it is given"),
     "some results alone": (

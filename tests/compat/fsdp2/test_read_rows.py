@@ -80,6 +80,16 @@ class ClampedData(Base):
         return self.b(self.a(first)) + self.c(x)
 
 
+class Scaled(Base):
+    """By an operator of Python's, which torch spells without the `_` of what writes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.c(x)
+        weight = self.c.weight.detach()
+        weight *= 0.5
+        return self.b(self.a(first)) + self.c(x)
+
+
 class WrittenAfterInference(Base):
     """Its first read is in inference mode."""
 
@@ -392,7 +402,7 @@ def announced() -> None:
         )
         _, said = train("Substituted", kind)
         assert not [text for text in said if "is written to" in text], (kind, said)
-    for case in ("Clamped", "ClampedData"):
+    for case in ("Clamped", "ClampedData", "Scaled"):
         _, said = train(case, "compiled_fsdp_eager", stays_full=True)
         assert [
             text
