@@ -86,9 +86,7 @@ def reader(made_for: dict[str, str]) -> Callable[[Any], tuple[Any, ...]]:
         tree = _Uncopied().visit(tree)
         if value.startswith("{"):
             parts.append(f"frozenset({ast.unparse(tree)}), ")
-        elif value.startswith("=") or (
-            value != NOTHING and " " in value
-        ):  # of a function, two words
+        elif value.startswith(("=", "[")) or " " in value:  # of a function, two words
             parts.append(f"{ast.unparse(tree)}, ")
         elif value != NOTHING:
             parts.append(f"type({ast.unparse(tree)}), ")

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from kit.ahead import BATCH, CASES, FACTORS, OFFSETS, WIDTH, Block, precompile
+from kit.ahead import BATCH, CASES, FACTORS, OFFSETS, SHIFTS, WIDTH, Block, precompile
 from kit.harness import SLOW
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
@@ -501,6 +501,10 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a key that was there": (
         lambda m: mock.patch("kit.ahead.FACTORS", {})(m)(torch.ones(BATCH, WIDTH)),
         "module kit.ahead.FACTORS[1]: =2.0, here (nothing)",
+    ),
+    "another global of one key": (
+        lambda m: mock.patch.dict(SHIFTS, {"other": 0.0})(m)(torch.ones(BATCH, WIDTH)),
+        "list(module kit.ahead.SHIFTS): ['only'], here ['only', 'other']",
     ),
     "what a set holds": (
         lambda m: (m.blocks[1].without.add("drop"), m(torch.ones(BATCH, WIDTH))),

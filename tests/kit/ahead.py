@@ -40,6 +40,7 @@ WIDTH, BATCH = 8, 4
 
 
 OFFSETS = {"first": 0.5, "second": 0.25}
+SHIFTS = {"only": 0.25}
 FACTORS: dict[Any, float] = {1: 2.0}
 
 
@@ -88,6 +89,8 @@ class Model(nn.Module):
             x = x + step
         for offset in OFFSETS.values():
             x = x + offset
+        for name in SHIFTS:
+            x = x - SHIFTS[name]
         x = x * FACTORS.get(("of", "all"), 1.0) * FACTORS.get(1, 1.0)
         loss = self.ends(self.head(x).square().mean())
         return {"loss": loss, "hidden": x, "power": power, "no": None}
