@@ -136,7 +136,8 @@ def _make_class(original: type, root: type | None) -> type:
     else:
         body |= {"_compiled_call_impl": _checked_call, "__reduce_ex__": _as_original}
     kind: Any = type
-    if original.__module__ == parametrize.__name__:  # torch has made it for one module
+    # Torch has made it for one module, and put this there; of an abstract class, its module is abc.
+    if getattr(vars(original).get("__getstate__"), "__module__", "") == parametrize.__name__:
         own = type(original)
         kind = _Parametrized if own is type else type(own.__name__, (_Parametrized, own), {})
     made: type = kind(name, bases, body)

@@ -46,8 +46,8 @@ OF_ALL = (
 HOOKS = re.compile(r"\._(forward|backward)\w*hooks\w*$")
 # Guards on the keys of a dict, in order.
 OF_KEYS = ("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK")
-# Guards on what is, or is not, in a dict or a set.
-OF_A_KEY = ("DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS")
+# Guards on a key that is, or is not, in a dict; of a set all that it holds is compared.
+OF_A_KEY = ("DICT_CONTAINS", "DICT_NOT_CONTAINS")
 # Outputs that a forward computes, as opposed to those that share memory with something.
 COMPUTED = (OutputType.non_alias, OutputType.unsafe_view_alias)
 

@@ -508,7 +508,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "what a set holds": (
         lambda m: (m.blocks[1].without.add("drop"), m(torch.ones(BATCH, WIDTH))),
-        "model.blocks.1.without: {('a', 'pair')}, here {'drop', ('a', 'pair')}",
+        "model.blocks.1.without: {('a', 'pair'), builtins.type Linear}, here {'drop', ('a', 'p",
     ),
     "a dict in another order": (
         lambda m: (

@@ -51,11 +51,11 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, WIDTH + 1), nn.Linear(WIDTH + 1, WIDTH)
         self.norm, self.drop = norm(WIDTH + 1), nn.Dropout(0.1)
-        self.without: set[Any] = {("a", "pair")}
+        self.without: set[Any] = {("a", "pair"), nn.Linear}
 
     def forward(self, x: Tensor, *, power: int = 1) -> Tensor:
         hidden = self.down(self.norm(self.up(x).relu() ** power))
-        if "drop" not in self.without:
+        if "drop" not in self.without and nn.Conv1d not in self.without:
             hidden = self.drop(hidden)
         return x + self.scale * hidden
 

@@ -4,6 +4,7 @@ torch's own: hooks for saved tensors, checkpoints of a compiled call, ops with e
 
 from __future__ import annotations
 
+import abc
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -190,9 +191,14 @@ def by_inductor() -> None:
 # -- parametrizations that are taken away again
 
 
-def unparametrized(side: Side, units: tuple[str, ...]) -> None:
+class Abstract(nn.Linear, abc.ABC):
+    """Of another metaclass than `type`."""
+
+
+def unparametrized(side: Side, units: tuple[str, ...], kind: type[nn.Linear]) -> None:
     """To export: the layer has the class that it had before."""
     model = Net()
+    model.a = kind(model.a.in_features, model.a.out_features)
     nn.utils.parametrizations.weight_norm(model.a)
     model = side.shard(model, *units)
     side.train(side.compile(model, fullgraph=True), model)
@@ -200,17 +206,20 @@ def unparametrized(side: Side, units: tuple[str, ...]) -> None:
     assert isinstance(model.a, nn.Linear)
     assert not nn.utils.parametrize.is_parametrized(model.a)
     is_unit = side.is_ours and "a" in units
-    assert type(model.a).__name__ == ("FSDPLinear" if is_unit else "Linear")
+    assert type(model.a).__name__ == f"{'FSDP' if is_unit else ''}{kind.__name__}"
     assert isinstance(model.a, FSDPModule) == is_unit
     side.note_params(model)
     for name, value in model.state_dict().items():
         side.note(name, value)
 
 
+@pytest.mark.parametrize("kind", [nn.Linear, Abstract])
 @pytest.mark.parametrize("units", [("b",), ("a", "b")], ids="+".join)
-def test_parametrizations_that_are_removed(two: Pool, units: tuple[str, ...]) -> None:
+def test_parametrizations_that_are_removed(
+    two: Pool, units: tuple[str, ...], kind: type[nn.Linear]
+) -> None:
     """Stock's refuses where the layer is a unit of its own."""
-    two.run(beside, unparametrized, units)
+    two.run(beside, unparametrized, units, kind)
 
 
 # -- numbers of a list that differ from call to call

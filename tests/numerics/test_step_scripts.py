@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_full_backward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from compiled_fsdp import compile_step, fully_shard
+from compiled_fsdp.frontend.step_values import with_loss
 from compiled_fsdp.torch_private.compiled import recompiles
 
 if TYPE_CHECKING:
@@ -168,6 +169,15 @@ def with_names(whole: bool) -> tuple[list[Any], int]:
         check_equal(found.size, batch(i)[0].abs().mean(), "size")
         assert found.rows == 4
     return this.state(), 1
+
+
+def test_what_several_micro_batches_return() -> None:
+    mean, sizes = torch.ones(()), [torch.ones(1), torch.ones(2)]
+    named: Any = [Found(None, size, i) for i, size in enumerate(sizes)]  # type: ignore[arg-type]
+    assert with_loss(mean, named) == (mean, sizes, [0, 1])
+    assert with_loss(mean, [(1,), (2,)]) == (mean, [1, 2])
+    assert with_loss(mean, [(), ()]) == (mean,)
+    assert with_loss(mean, [None, None]) is mean
 
 
 def alone_in_a_tuple(whole: bool) -> tuple[list[Any], int]:
