@@ -159,7 +159,8 @@ def _made_of(have: dict[Node, Node], steps: list[Node], before: Node) -> dict[No
     with before.graph.inserting_before(before):
         for step in steps:
             copy = before.graph.node_copy(step, made.__getitem__)
-            copy.meta["val"] = _value_of(copy)
+            is_constant = not step.all_input_nodes  # run alone, it would be no fake value
+            copy.meta["val"] = _afresh(step.meta["val"]) if is_constant else _value_of(copy)
             made[step] = copy
     return made
 

@@ -141,6 +141,28 @@ def test_casts_of_parameters() -> None:
     assert returned == ["mm_default", "add_tensor"]
 
 
+def test_weights_and_constants() -> None:
+    inner = Hand()
+    x, w = inner.input("x", 4, 4), inner.input("w", 4, 4)
+    with inner.graph.inserting_before(inner.end), inner.mode:
+        factor = inner.graph.call_function(aten.full.default, ([4, 4], 2.0))
+        factor.meta["val"] = torch.full([4, 4], 2.0)
+    scaled = inner(aten.mul.Tensor, w, factor)
+    product = inner(aten.mm.default, x, scaled)
+    outer = Hand()
+    outer.mode = inner.mode
+    weights = [outer.input(f"w{i}", 4, 4) for i in range(2)]
+    name = "partitioned_fw_fsdp_unit_0_0"
+    gm = called(name, inner, (product, scaled, product), outer, weights)
+    read_past_calls(gm)
+    assert [node.target for node in list(output(gm.graph).args[0])[:2]] == [  # type: ignore[call-overload]
+        operator.getitem,
+        aten.mul.Tensor,
+    ]
+    body = gm.get_submodule(name)
+    assert [node.name for node in output(body.graph).args[0]] == ["mm_default"]  # type: ignore[arg-type, union-attr]
+
+
 def test_casts_of_inputs_of_the_graph() -> None:
     """A mask, say, is there in backward as well."""
     assert cast_in_calls(1) == cast_in_calls(0) == cast_in_calls(2)
