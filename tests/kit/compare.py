@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -69,9 +70,19 @@ def _differences(a: Any, b: Any, path: str, rtol: float, atol: float) -> Any:  #
 
 
 def whole(tensor: Any) -> Tensor:
-    """The full tensor of a sharded one; a copy that no later step changes."""
-    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()
+    """The full tensor of a sharded one; a copy that no later step changes.
+
+    What one mesh dim shards is put together here: `full_tensor` gathers by gloo's
+    `allgather_coalesced`, which now and then ends a process (`wire/gloo.py`).
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    if tensor.device_mesh.ndim > 1 or not tensor.placements[0].is_shard():
+        return tensor.full_tensor().detach().clone()
+    parts: list[Any] = [None] * tensor.device_mesh.size()
+    mine = tensor.to_local().detach().cpu().clone()
+    dist.all_gather_object(parts, mine, tensor.device_mesh.get_group())
+    return torch.cat(parts, tensor.placements[0].dim).to(tensor.device)
 
 
 def is_same(a: Any, b: Any) -> bool:
