@@ -125,16 +125,15 @@ def loss_and_others(found: Any, name: str) -> tuple[Tensor, tuple[Any, ...] | No
 
 def with_loss(mean: Tensor, others: Sequence[tuple[Any, ...] | None]) -> Any:
     """What a step returns, of the mean of the losses and what else `loss_fn` has returned for each
-    micro-batch: what `loss_fn` does, or of several a list of each.
+    micro-batch: what `loss_fn` does, or of several a list of each in its place.
     """
     first: Any = others[0]
     is_named = hasattr(first, "_fields")
-    if is_named and len(others) == 1:
-        return first._replace(**{first._fields[0]: mean})
     parts = [each[is_named:] for each in others if each is not None]
     if not parts:
         return mean
-    return mean, *(parts[0] if len(parts) == 1 else map(list, zip(*parts, strict=True)))
+    found = (mean, *(parts[0] if len(parts) == 1 else map(list, zip(*parts, strict=True))))
+    return first._make(found) if is_named else found
 
 
 def what_is_strange(name: str) -> str:

@@ -174,7 +174,9 @@ def with_names(whole: bool) -> tuple[list[Any], int]:
 def test_what_several_micro_batches_return() -> None:
     mean, sizes = torch.ones(()), [torch.ones(1), torch.ones(2)]
     named: Any = [Found(None, size, i) for i, size in enumerate(sizes)]  # type: ignore[arg-type]
-    assert with_loss(mean, named) == (mean, sizes, [0, 1])
+    found = with_loss(mean, named)
+    assert type(found) is Found
+    assert (found.loss, found.size, found.rows) == (mean, sizes, [0, 1])
     assert with_loss(mean, [(1,), (2,)]) == (mean, [1, 2])
     assert with_loss(mean, [(), ()]) == (mean,)
     assert with_loss(mean, [None, None]) is mean
