@@ -16,6 +16,7 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,6 @@ from compiled_fsdp.torch_private.ranks import mesh_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import CodeType
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 OURS, TORCH = "compiled_fsdp", str(Path(torch.__file__).parent)
@@ -86,14 +86,17 @@ def reader(made_for: dict[str, str]) -> Callable[[Any], tuple[Any, ...]]:
         tree = _Uncopied().visit(tree)
         if value.startswith("{"):
             parts.append(f"frozenset({ast.unparse(tree)}), ")
-        elif value.startswith(("=", "[")) or " " in value:  # of a function, two words
+        elif value.startswith(("=", "[")):
             parts.append(f"{ast.unparse(tree)}, ")
+        elif " " in value:  # of a function, several words
+            parts.append(f"code({ast.unparse(tree)}), ")
         elif value != NOTHING:
             parts.append(f"type({ast.unparse(tree)}), ")
         elif isinstance(tree, ast.Subscript):
             parts.append(f"{ast.unparse(tree.slice)} in {ast.unparse(tree.value)}, ")
     code = compile(f"lambda L, G: ({''.join(parts)})", "<facts>", "eval")
-    read: Callable[..., tuple[Any, ...]] = eval(code, {"__builtins__": _CALLS})  # checked above
+    known = {"__builtins__": {**_CALLS, "code": _code}}
+    read: Callable[..., tuple[Any, ...]] = eval(code, known)  # checked above
     return lambda model: read({"self": model}, modules)
 
 
@@ -127,6 +130,11 @@ _CALLS: dict[str, Any] = {
     "len": len,
     "frozenset": frozenset,
 }
+
+
+def _code(function: Any) -> Any:
+    """That of a function of Python's; anything else as it is."""
+    return getattr(function, "__code__", function)
 
 
 class _LeftOutError(Exception):
@@ -168,6 +176,9 @@ def _check(tree: ast.expr) -> None:
             case ast.Compare(left=key, ops=[ast.In()], comparators=[of]):
                 ast.literal_eval(key)
                 tree = of
+            case ast.Compare(left=one, ops=[ast.Is()], comparators=[of]):
+                _check(one)
+                tree = of
             case _:
                 raise ValueError(
                     f"a fact of a precompiled model is {ast.unparse(tree)!r}; should be an "
@@ -206,6 +217,8 @@ def _value(tree: ast.expr, model: Any) -> Any:
             return getattr(owner, attr)
         case ast.Call():
             return _called(tree, model)
+        case ast.Compare(left=one, ops=[ast.Is()], comparators=[of]):
+            return _value(one, model) is _value(of, model)
         case ast.Compare(left=key, comparators=[of]):
             return ast.literal_eval(key) in _value(of, model)
         case ast.Subscript():
@@ -271,7 +284,8 @@ def _module(name: str) -> Any:
 
 def _text(value: Any) -> str:
     """Plain values as Python writes them, after "=", sets of them, and the keys of a dict; meshes
-    and placements in words; of everything else its class.
+    and placements in words; of functions their names, and a hash of what they do; of everything
+    else its class.
     """
     if isinstance(value, PLAIN):
         return f"={value!r}"
@@ -285,7 +299,9 @@ def _text(value: Any) -> str:
         return repr(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if callable(value) and hasattr(value, "__qualname__"):
-        return f"{kind} {value.__qualname__}"
+        code = _code(value)
+        does = f" {_hash_of_code(code)}" if isinstance(code, CodeType) else ""
+        return f"{kind} {value.__qualname__}{does}"
     return kind
 
 
@@ -296,6 +312,21 @@ def _text_of_key(key: object) -> str:
 
 
 # -- source code
+
+
+@cache
+def _hash_of_code(code: CodeType) -> str:
+    """Of what compiled code does, in one version of Python, wherever it stands."""
+    consts = [
+        _hash_of_code(each) if isinstance(each, CodeType) else _in_order(each)
+        for each in code.co_consts
+    ]
+    does = (code.co_code.hex(), consts, code.co_names, code.co_varnames, code.co_freevars)
+    return hashlib.sha256(repr(does).encode()).hexdigest()[:16]
+
+
+def _in_order(value: object) -> object:
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 
 def sources(codes: Iterable[CodeType]) -> dict[str, str]:

@@ -72,8 +72,9 @@ def compiling_ahead() -> Iterator[None]:
 def guarded() -> list[str]:
     """Everything that Dynamo has looked at, as expressions of `L` (locals of the frame) and `G`
     (its globals); `X.__dict__['name']` also for an attribute that it has looked for in vain, and
-    `len(X)` for containers of which it went through all, `list(X)` for dicts among them, and
-    `key in X` where it has looked for a key.
+    `len(X)` for containers of which it went through all, `list(X)` for dicts among them,
+    `key in X` where it has looked for a key, and `X is Y` of one object that it met in two places,
+    into which it has looked in the first.
     """
     found = set()
     for guard in InstructionTranslator.current_tx().output.guards:
@@ -84,6 +85,8 @@ def guarded() -> list[str]:
         if isinstance(missing, str):
             found.add(f"{guard.name}.__dict__[{missing!r}]")
         kind = getattr(guard.create_fn, "func", guard.create_fn).__name__
+        if kind == "DUPLICATE_INPUT":
+            found.add(f"{guard.name} is {guard.create_fn.keywords['source_b'].name}")  # type: ignore[attr-defined]
         if kind in OF_ALL:
             found.add(f"len({guard.name})")
         if HOOKS.search(guard.name):

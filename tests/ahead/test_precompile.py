@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import kit.ahead
 import pytest
 import torch
 import torch.distributed as dist
-from kit.ahead import BATCH, CASES, FACTORS, OFFSETS, SHIFTS, WIDTH, Block, precompile
+from kit.ahead import BATCH, CASES, FACTORS, OFFSETS, SHIFTS, WIDTH, Block, Gain, precompile
 from kit.harness import SLOW
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
@@ -402,6 +403,20 @@ def _rescaled(model: Any) -> None:
         model(torch.ones(BATCH, WIDTH))
 
 
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """As the model's is called, which does something else."""
+    return x * 3
+
+
+def _recoded(model: Any) -> None:
+    function: Any = kit.ahead.doubled
+    before, function.__code__ = function.__code__, doubled.__code__
+    try:
+        model(torch.ones(BATCH, WIDTH))
+    finally:
+        function.__code__ = before
+
+
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a shape": (lambda m: m(torch.ones(3, WIDTH)), "argument 0: shape: [4, 8], here [3, 8]"),
     "a dtype": (
@@ -521,6 +536,22 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "another function": (
         lambda m: (setattr(m, "ends", torch.neg), m(torch.ones(BATCH, WIDTH))),
         "model.ends",
+    ),
+    "another function of the same name": (
+        lambda m: mock.patch("kit.ahead.doubled", doubled)(m)(torch.ones(BATCH, WIDTH)),
+        "module kit.ahead.doubled: builtins.function doubled",
+    ),
+    "a function that does something else": (
+        _recoded,
+        "module kit.ahead.doubled: builtins.function doubled",
+    ),
+    "an object for one of those that shared one": (
+        lambda m: (setattr(m.blocks[1], "gain", Gain(2.0)), m(torch.ones(BATCH, WIDTH))),
+        "model.blocks.1.gain is model.blocks.0.gain: =True, here =False",
+    ),
+    "what an object holds that several share": (
+        lambda m: (setattr(m.blocks[1].gain, "of", 2.0), m(torch.ones(BATCH, WIDTH))),
+        "model.blocks.0.gain.of: =1.0, here =2.0",
     ),
     "a replaced parameter": (
         lambda m: torch.func.functional_call(

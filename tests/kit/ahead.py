@@ -44,11 +44,23 @@ SHIFTS = {"only": 0.25}
 FACTORS: dict[Any, float] = {1: 2.0}
 
 
+@dataclass
+class Gain:
+    """An object that all blocks have."""
+
+    of: float = 1.0
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
 class Block(nn.Module):
     scale = 1.0
 
-    def __init__(self, norm: type[nn.Module]) -> None:
+    def __init__(self, norm: type[nn.Module], gain: Gain) -> None:
         super().__init__()
+        self.gain = gain
         self.up, self.down = nn.Linear(WIDTH, WIDTH + 1), nn.Linear(WIDTH + 1, WIDTH)
         self.norm, self.drop = norm(WIDTH + 1), nn.Dropout(0.1)
         self.without: set[Any] = {("a", "pair"), nn.Linear}
@@ -57,7 +69,7 @@ class Block(nn.Module):
         hidden = self.down(self.norm(self.up(x).relu() ** power))
         if "drop" not in self.without and nn.Conv1d not in self.without:
             hidden = self.drop(hidden)
-        return x + self.scale * hidden
+        return x + self.scale * self.gain.of * doubled(hidden)
 
 
 class Model(nn.Module):
@@ -74,7 +86,8 @@ class Model(nn.Module):
         num_blocks: int = 2,
     ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(norm) for _ in range(num_blocks))
+        gain = Gain()
+        self.blocks = nn.ModuleList(Block(norm, gain) for _ in range(num_blocks))
         self.head = nn.Linear(WIDTH, 5)
         self.checkpoints, self.ends = checkpoints, torch.abs
         self.steps = {"up": 1.0, "down": -1.0}
