@@ -37,6 +37,7 @@ PASSES = str(Path(__file__).parents[2] / "passes")
 READ = ("_fsdp_wrapped_module", "_fsdp_casts_to", "_fsdp_moves_to")  # of ours, as of others
 NOTHING = "(nothing)"
 ITEM = "dict.__getitem__"  # how Dynamo reads a dict that has a way of its own
+IN_A_SET = "___set_getitem"  # from 2.14 on, how it names what a set holds
 IMPORTED = "__import_"  # how Dynamo calls modules among the globals of a frame
 
 
@@ -234,9 +235,19 @@ def _called(tree: ast.Call, model: Any) -> Any:
             return (_Keys if name == "list" else _CALLS[name])(_value(of, model))
         case ast.Call(func=func, args=[of, key]) if ast.unparse(func) == ITEM:
             return dict.__getitem__(_value(of, model), _value(key, model))
+        case ast.Call(func=ast.Name(id=name), args=[of, ast.Constant(value=n)]) if name == IN_A_SET:
+            if _is_said(list(_value(of, model))[n]):  # type: ignore[call-overload]  # a number
+                raise _LeftOutError  # with all that the set holds
         case ast.Call(func=ast.Attribute(value=of), args=[], keywords=[]):
             _value(of, model)  # torch's, as in 2.15 the settings that it reads, is left out
     raise _UnknownError
+
+
+def _is_said(key: object) -> bool:
+    """Whether the text of a set says all of this item."""
+    if isinstance(key, tuple):
+        return all(map(_is_said, key))
+    return isinstance(key, PLAIN) or isinstance(key, type)
 
 
 def _at_place(tree: ast.Subscript, model: Any) -> Any:
