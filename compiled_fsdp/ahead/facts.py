@@ -236,7 +236,7 @@ def _called(tree: ast.Call, model: Any) -> Any:
         case ast.Call(func=func, args=[of, key]) if ast.unparse(func) == ITEM:
             return dict.__getitem__(_value(of, model), _value(key, model))
         case ast.Call(func=ast.Name(id=name), args=[of, ast.Constant(value=n)]) if name == IN_A_SET:
-            if _is_said(list(_value(of, model))[n]):  # type: ignore[call-overload]  # a number
+            if _is_said(list(_value(of, model))[n]):  # type: ignore[index]  # Dynamo writes a number
                 raise _LeftOutError  # with all that the set holds
         case ast.Call(func=ast.Attribute(value=of), args=[], keywords=[]):
             _value(of, model)  # torch's, as in 2.15 the settings that it reads, is left out
