@@ -844,3 +844,15 @@ def test_what_torch_asks_of_its_settings_is_left_out() -> None:
     model = nn.Linear(2, 2)
     model.scale = 2.0  # type: ignore[assignment]
     assert facts.facts([own, strange], model) == ({}, [strange])
+
+
+def test_items_of_a_set() -> None:
+    """As torch 2.14 names them. The set's own text says what they are, but not what an object
+    holds.
+    """
+    model: Any = nn.Linear(2, 2)
+    model.names, model.objects = {("a", nn.Linear)}, {Path("a")}
+    first = ("___set_getitem(L['self'].names, 0)", "___set_getitem(L['self'].names, 0)[1]")
+    assert facts.facts(first, model) == ({}, [])
+    unknown = "___set_getitem(L['self'].objects, 0)"
+    assert facts.facts([unknown], model) == ({}, [unknown])
