@@ -38,6 +38,7 @@ READ = ("_fsdp_wrapped_module", "_fsdp_casts_to", "_fsdp_moves_to")  # of ours, 
 NOTHING = "(nothing)"
 ITEM = "dict.__getitem__"  # how Dynamo reads a dict that has a way of its own
 IN_A_SET = "___set_getitem"  # from 2.14 on, how it names what a set holds
+WITH_CODE = re.compile(r"\S+ \S+ [0-9a-f]{16}")  # a function of Python's, in words (`_text`)
 IMPORTED = "__import_"  # how Dynamo calls modules among the globals of a frame
 
 
@@ -87,17 +88,16 @@ def reader(made_for: dict[str, str]) -> Callable[[Any], tuple[Any, ...]]:
         tree = _Uncopied().visit(tree)
         if value.startswith("{"):
             parts.append(f"frozenset({ast.unparse(tree)}), ")
-        elif value.startswith(("=", "[")):
+        elif WITH_CODE.fullmatch(value):
+            parts.append(f"{ast.unparse(tree)}.__code__, ")
+        elif value.startswith(("=", "[")) or " " in value:  # of a builtin function, two words
             parts.append(f"{ast.unparse(tree)}, ")
-        elif " " in value:  # of a function, several words
-            parts.append(f"code({ast.unparse(tree)}), ")
         elif value != NOTHING:
             parts.append(f"type({ast.unparse(tree)}), ")
         elif isinstance(tree, ast.Subscript):
             parts.append(f"{ast.unparse(tree.slice)} in {ast.unparse(tree.value)}, ")
     code = compile(f"lambda L, G: ({''.join(parts)})", "<facts>", "eval")
-    known = {"__builtins__": {**_CALLS, "code": _code}}
-    read: Callable[..., tuple[Any, ...]] = eval(code, known)  # checked above
+    read: Callable[..., tuple[Any, ...]] = eval(code, {"__builtins__": _CALLS})  # checked above
     return lambda model: read({"self": model}, modules)
 
 
@@ -131,11 +131,6 @@ _CALLS: dict[str, Any] = {
     "len": len,
     "frozenset": frozenset,
 }
-
-
-def _code(function: Any) -> Any:
-    """That of a function of Python's; anything else as it is."""
-    return getattr(function, "__code__", function)
 
 
 class _LeftOutError(Exception):
@@ -310,7 +305,7 @@ def _text(value: Any) -> str:
         return repr(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if callable(value) and hasattr(value, "__qualname__"):
-        code = _code(value)
+        code = getattr(value, "__code__", None)
         does = f" {_hash_of_code(code)}" if isinstance(code, CodeType) else ""
         return f"{kind} {value.__qualname__}{does}"
     return kind
@@ -327,12 +322,16 @@ def _text_of_key(key: object) -> str:
 
 @cache
 def _hash_of_code(code: CodeType) -> str:
-    """Of what compiled code does, in one version of Python, wherever it stands."""
+    """A hash of what compiled code does: the same wherever it stands in a file, in one version of
+    Python.
+    """
     consts = [
         _hash_of_code(each) if isinstance(each, CodeType) else _in_order(each)
         for each in code.co_consts
     ]
-    does = (code.co_code.hex(), consts, code.co_names, code.co_varnames, code.co_freevars)
+    takes = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    does = (code.co_code.hex(), consts, takes, names)
     return hashlib.sha256(repr(does).encode()).hexdigest()[:16]
 
 

@@ -86,7 +86,8 @@ def guarded() -> list[str]:
             found.add(f"{guard.name}.__dict__[{missing!r}]")
         kind = getattr(guard.create_fn, "func", guard.create_fn).__name__
         if kind == "DUPLICATE_INPUT":
-            found.add(f"{guard.name} is {guard.create_fn.keywords['source_b'].name}")  # type: ignore[attr-defined]
+            other: Any = getattr(guard.create_fn, "keywords", {})["source_b"]
+            found.add(f"{guard.name} is {other.name}")
         if kind in OF_ALL:
             found.add(f"len({guard.name})")
         if HOOKS.search(guard.name):
