@@ -214,6 +214,8 @@ def _of_param(handle: Handle, flat: Any, param: Any, place: tuple[int, int]) -> 
     found[f"{name}: requires_grad"] = str(requires_grad)
     full = param.full
     dtensor = full and f"{full.spec.placements} over {mesh_in_words(full.spec.mesh)}"
+    if full and full.typed:
+        dtensor = f"a plain tensor, cut as {dtensor}, its gradient as {full.typed.grads}"
     found[f"{name}: read as"] = str((handle.is_frozen, handle.view, dtensor))
     return found
 

@@ -17,6 +17,7 @@ from compiled_fsdp.torch_private.autograd import (
     run_of,
 )
 from compiled_fsdp.torch_private.dynamo import untraced
+from compiled_fsdp.torch_private.spmd import note_types_of
 
 from .containers import map_tensors
 from .tree import in_backward
@@ -47,6 +48,8 @@ def watch_inputs(runtime: Runtime, inputs: Any) -> tuple[Any, tuple[Tensor, ...]
         runtime.awaited.add(again)
     function: Any = _Watch
     given: tuple[Tensor, ...] = function.apply(runtime, again, _probe(), *found)
+    for like, tensor in zip(found, given, strict=True):
+        note_types_of(like, tensor)
     watched = iter(given)
     return map_tensors(lambda t: next(watched) if t.requires_grad else t, inputs), given
 

@@ -29,6 +29,7 @@ from compiled_fsdp.units.param import Original
 from compiled_fsdp.units.precision import ask_override, asked_grad_dtype
 from compiled_fsdp.units.registered import Registered, sharded_behind
 from compiled_fsdp.units.tensor_parallel import place
+from compiled_fsdp.units.typed import typed
 from compiled_fsdp.units.unit import Unit
 
 from .fsdp_module import FSDPModule
@@ -360,7 +361,9 @@ def _managed_params(
                         dim, own = resolve_placement(
                             placement_fn(parameter), path, local_tensor(parameter), info
                         )
-                    mesh, placements = place(parameter, path, dim, own)
+                    told = typed(parameter, path, own)
+                    whole = told.placed(parameter) if told else parameter
+                    mesh, placements = place(whole, path, dim, own)
                     originals[id(parameter)] = Original(
                         parameter,
                         [],
@@ -371,6 +374,7 @@ def _managed_params(
                         (mesh, placements),
                         ask_override(policy, parameter, path),
                         asked_grad_dtype(parameter, path),
+                        told,
                     )
                 originals[id(parameter)].owners.append((module, name))
     return [originals[key] for key in found]

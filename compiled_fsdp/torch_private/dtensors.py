@@ -170,6 +170,11 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
+def placed_otherwise(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSpec:
+    """The same of a tensor that is placed so."""
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
 def with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around `local`, whose dtype it takes; the rest is as `spec` says."""
     meta = spec.tensor_meta

@@ -17,6 +17,7 @@ from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from .spmd import unchecked
 from .subgraphs import operator_name
 
 if TYPE_CHECKING:
@@ -250,8 +251,10 @@ GET_DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 
 def untraced(fn: Callable[P, R]) -> Callable[P, R]:
-    """Keep Dynamo out of this function and of all that it calls, typed."""
-    disabled: Callable[P, R] = torch._dynamo.disable(fn)
+    """Keep Dynamo out of this function and of all that it calls, and whoever checks types of
+    tensors (`spmd.py`); typed.
+    """
+    disabled: Callable[P, R] = torch._dynamo.disable(unchecked(fn))
     return disabled
 
 

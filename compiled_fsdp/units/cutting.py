@@ -65,11 +65,12 @@ def flat_buffer(unit: Unit, group: Sequence[Original]) -> FlatBuffer:
     params = []
     for entry, place in zip(group, layout.shards, strict=True):
         original = entry.parameter
+        whole = entry.whole
         view = _filled(entry, place, info.shard_rank, buffer)
-        dtensor = make_dtensor(view, original, *entry.place)
+        dtensor = make_dtensor(view, whole, *entry.place)
         sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
         keep_marks(original, sharded)
-        full = full_of(original, info)
+        full = full_of(whole, info, entry.typed)
         params.append(
             ShardedParam(
                 entry.owners,

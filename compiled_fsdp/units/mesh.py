@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -227,8 +227,7 @@ def resolve_placement(
             f"only {default.spmd} to replicate over. Leave it out, or name dims to shard over"
         )
     if hasattr(result, "mesh_info") and hasattr(result, "placement"):
-        placement, info = result.placement, MeshInfo(result.mesh_info.mesh)
-        name_axes(info.mesh)
+        placement, info = result.placement, _own_mesh(result.mesh_info)
     if placement is None:
         return 0, info
     if not isinstance(placement, Shard):
@@ -249,6 +248,18 @@ def resolve_placement(
             "Shard(0), or pad the parameter"
         )
     return dim, info
+
+
+def _own_mesh(info: Any) -> MeshInfo:
+    """The mesh of torch's `FSDPMeshInfo` for one parameter, with the whole one around it if that is
+    there.
+    """
+    name_axes(info.mesh)
+    dims: DataParallelMeshDims | None = getattr(info, "dp_mesh_dims", None)  # 2.11 has none
+    if dims is None:
+        return MeshInfo(info.mesh)
+    name_axes(info.spmd_mesh)
+    return MeshInfo(info.mesh, SpmdMesh(info.spmd_mesh, dims.shard_names, dims.replicate_names))
 
 
 def resolve_reshard(value: object, shard_size: int) -> bool | int | None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from .handles import Handle
     from .traced_extension import TracedExtension
+    from .typed import Typed
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
@@ -65,6 +66,7 @@ class Original:
     place: mesh and placements of the DTensor that it becomes.
     compute: the dtype that the policy gives to this parameter alone; None: as to all.
     grad_dtype: that of the parameter, where somebody has set it; else None.
+    typed: what its types say (`typed.py`); None if it has none.
     """
 
     parameter: nn.Parameter
@@ -76,6 +78,12 @@ class Original:
     place: tuple[DeviceMesh, tuple[Placement, ...]]
     compute: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
+    typed: Typed | None = None
+
+    @property
+    def whole(self) -> Tensor:
+        """The parameter; a DTensor, also if it is a plain tensor whose types describe one."""
+        return self.typed.placed(self.parameter) if self.typed else self.parameter
 
     @property
     def local(self) -> Tensor:
@@ -213,6 +221,8 @@ class ShardedParam:
 
     def begin_forward(self) -> None:
         """An eager forward of the unit begins; `unsharded` is registered."""
+        if self.full and self.full.typed and self.unsharded is not None:
+            self.full.typed.note_on(self.unsharded)
 
     def end_forward(self) -> None:
         """It has ended; `unsharded` may still be there."""

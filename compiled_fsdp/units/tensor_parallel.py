@@ -1,5 +1,5 @@
 """Parameters that are DTensors before they are cut: tensor parallel, or on the full mesh that
-`dp_mesh_dims` names.
+`dp_mesh_dims` names; or plain tensors with types, which say as much (`typed.py`).
 
 [Note: parameters that are DTensors]
 What is cut, gathered and reduced is the local tensor, by the same ops as a plain parameter: the IR
@@ -27,6 +27,7 @@ from compiled_fsdp.torch_private.dtensors import (
     cut_inside,
     cuts,
     local_tensor,
+    placed_otherwise,
     spec_of,
     with_spec,
 )
@@ -34,7 +35,7 @@ from compiled_fsdp.torch_private.dynamo import traced_as_it_is
 from compiled_fsdp.torch_private.groups import name_axes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from .mesh import MeshInfo, SpmdMesh
     from .param import ShardedParam
+    from .typed import Typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,28 @@ class Full:
     spec: mesh, placements and global shape, as the user had them.
     dp_axes: axes of that mesh which reducing the gradient sees to; whatever its placements there
         are, they are left.
+    typed: computation reads the gathered local tensor itself (`typed.py`); else None.
     """
 
     spec: DTensorSpec
     dp_axes: tuple[int, ...] = ()
+    typed: Typed | None = None
 
-    def wrap(self, local: Tensor) -> DTensor:
+    def wrap(self, local: Tensor) -> Tensor:
         """The DTensor around a gathered local tensor."""
-        return with_spec(local, self.spec)
+        return local if self.typed else with_spec(local, self.spec)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether computation reads a plain tensor, whose gradient is placed as it is."""
+        return self.typed is not None and self._wanted(self.typed.grads) == self.typed.grads
+
+    def _wanted(self, given: Sequence[Placement]) -> tuple[Placement, ...]:
+        """How a gradient of these placements is to be placed before it is reduced."""
+        return tuple(
+            theirs if axis in self.dp_axes else own
+            for axis, (theirs, own) in enumerate(zip(given, self.spec.placements, strict=True))
+        )
 
     def local_grad(self, grad: Tensor) -> Tensor:
         """The local tensor of a gradient, placed as the parameter is.
@@ -67,30 +83,30 @@ class Full:
         Raises:
             AssertionError: the gradient is no DTensor.
         """
+        if self.is_plain:
+            return grad
+        if self.typed is not None:
+            grad = with_spec(grad, placed_otherwise(self.spec, self.typed.grads))
         if not isinstance(grad, DTensor):
             raise AssertionError(
                 f"the gradient of a parameter that is a DTensor placed as {self.spec.placements} "
                 f"is a {type(grad).__name__}; should be a DTensor. An autograd function in the "
                 "model returned it so: let it return DTensor.from_local(...)"
             )
-        wanted = tuple(
-            given if axis in self.dp_axes else own
-            for axis, (given, own) in enumerate(
-                zip(grad.placements, self.spec.placements, strict=True)
-            )
-        )
+        wanted = self._wanted(grad.placements)
         return local_tensor(
             grad if wanted == grad.placements else grad.redistribute(placements=wanted)
         )
 
 
-def full_of(original: Tensor, info: MeshInfo) -> Full | None:
+def full_of(original: Tensor, info: MeshInfo, typed: Typed | None = None) -> Full | None:
     """How this parameter is read once it is gathered; None if it is a plain tensor."""
     if not isinstance(original, DTensor):
         return None
     name_axes(original.device_mesh)
     spmd = info.spmd
-    return Full(spec_of(original), spmd.axes((*spmd.shard, *spmd.replicate)) if spmd else ())
+    dp_axes = spmd.axes((*spmd.shard, *spmd.replicate)) if spmd else ()
+    return Full(spec_of(original), dp_axes, typed)
 
 
 def groups_beside(params: Iterable[ShardedParam]) -> Iterator[dist.ProcessGroup]:
@@ -108,13 +124,13 @@ _fulls: Keys[Full] = Keys("full")
 
 def key_of(full: Full | None) -> str:
     """Returns what a traced read names it by; "" for a plain tensor."""
-    return "" if full is None else _fulls.key(full)
+    return "" if full is None or full.is_plain else _fulls.key(full)
 
 
 @traced_as_it_is
 def as_dtensor(local: Tensor, key: str) -> Tensor:
-    """A gathered local tensor as a DTensor, inside a graph: Dynamo takes the call as it is,
-    AOTAutograd traces through it.
+    """A gathered local tensor as what computation reads (`Full.wrap`), inside a graph: Dynamo takes
+    the call as it is, AOTAutograd traces through it.
     """
     function: Any = _AsDTensor
     result: Tensor = function.apply(local, _fulls[key])
@@ -180,7 +196,8 @@ def _on_full_mesh(
     if not isinstance(original, DTensor):
         raise ValueError(
             "fully_shard: with dp_mesh_dims, all parameters must be DTensors on the full mesh; "
-            f"{name} is a plain tensor. Use distribute_module or distribute_tensor first"
+            f"{name} is a plain tensor. Use distribute_module or distribute_tensor first, or note "
+            "its types (spmd_types.assert_type)"
         )
     if original.device_mesh != spmd.mesh:
         raise ValueError(
