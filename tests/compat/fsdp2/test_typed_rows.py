@@ -5,6 +5,8 @@ since torch 2.14; on older ones the unsharded model is what ours is compared wit
 from __future__ import annotations
 
 from contextlib import ExitStack
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,9 +38,13 @@ if TYPE_CHECKING:
 
     from kit.pool import Pool
 
-spmd: Any = pytest.importorskip("spmd_types")
-if not hasattr(stock, "DataParallelMeshDims"):
-    pytest.skip("dp_mesh_dims came with torch 2.13", allow_module_level=True)
+spmd: Any = import_module("spmd_types") if find_spec("spmd_types") else None
+pytestmark = [
+    pytest.mark.skipif(spmd is None, reason="needs spmd_types"),
+    pytest.mark.skipif(
+        not hasattr(stock, "DataParallelMeshDims"), reason="dp_mesh_dims came with torch 2.13"
+    ),
+]
 
 HAS_STOCK = hasattr(_fsdp_param.FSDPParam, "_restore_spmd_types")
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 12, 4, 4
