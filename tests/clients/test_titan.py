@@ -8,17 +8,15 @@ nothing runs it.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from kit.graphs import captured
+from kit.titan import built, on_cpu
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed import fsdp as stock
@@ -29,8 +27,6 @@ from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.schema import EXCHANGE, NOTE_COUNTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kit.pool import Pool
 
 missing = [name for name in ("torchtitan", "triton") if find_spec(name) is None]
@@ -41,61 +37,21 @@ pytestmark = pytest.mark.skipif(
 VOCAB, STEPS = 2048, 4
 
 
-@contextmanager
-def on_cpu() -> Iterator[None]:
-    """torchtitan takes its device when it is first imported, and CUDA where there is no
-    accelerator; what it does for tensor types of its own is left out (`partial_dtensor`).
-    """
-    from torchtitan.tools import utils as tools
-
-    device = mock.patch.multiple(tools, device_type="cpu", device_module=torch.cpu)
-    scalars = torch._dynamo.config.patch(capture_scalar_outputs=True)  # as its `apply_compile`
-    with device, scalars:
-        from torchtitan.distributed import utils
-
-        utils.set_spmd_backend("partial_dtensor")
-        yield
-
-
 def build(api: Any) -> Any:
     """A dense layer and one of 8 experts, 3 for each token, divided among two ranks, which also
-    share all other parameters.
+    share all other parameters; without tensor types of torchtitan's own.
     """
-    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-    from torchtitan.distributed import ParallelDims, fsdp
+    from torchtitan.config import ParallelismConfig, TrainingConfig
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.deepseek_v3 import model_registry
 
     spec = model_registry("debugmodel")
-    config = spec.model
-    config.layers = config.layers[:2]
-    for layer in config.layers:  # flex attention of CPUs has no backward
+    for layer in spec.model.layers:  # flex attention of CPUs has no backward
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     parallelism = ParallelismConfig(
         data_parallel_shard_degree=2, expert_parallel_degree=2, spmd_backend="partial_dtensor"
     )
-    config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
-    dims = ParallelDims.from_config(parallelism, 2)
-    dims.build_mesh()
-    model = config.build()
-    names = ("fully_shard", "FSDPModule")
-    with mock.patch.multiple(fsdp, **{name: getattr(api, name) for name in names}):
-        spec.parallelize_fn(
-            model,
-            parallel_dims=dims,
-            training=TrainingConfig(),
-            parallelism=parallelism,
-            compile_config=CompileConfig(enable=False),
-            ac_config=None,
-            dump_folder="",
-        )
-    torch.manual_seed(0)
-    with torch.no_grad():
-        model.init_states()
-    for module in model.modules():
-        if isinstance(module, stock.FSDPModule) and api is stock:
-            # torchtitan divides by itself; stock multiplies while it reduces, which gloo cannot
-            module.set_force_sum_reduction_for_comms(True)
+    model, _ = built(api, spec, parallelism, TrainingConfig())
     return model
 
 

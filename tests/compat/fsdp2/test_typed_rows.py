@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ from kit.oracle import (
     same,
 )
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 from torch.distributed import fsdp as stock
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import Shard
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kit.pool import Pool
+    from torch.distributed.device_mesh import DeviceMesh
 
 spmd: Any = import_module("spmd_types") if find_spec("spmd_types") else None
 pytestmark = [
@@ -293,14 +295,8 @@ def _groups_of_their_own() -> DeviceMesh:
     """Over the same ranks as (dp, tp); stock tells meshes apart by their groups, which the kit
     shares.
     """
-    made = [
-        [dist.new_group(ranks) for ranks in axis] for axis in (((0, 2), (1, 3)), ((0, 1), (2, 3)))
-    ]
-    rank = dist.get_rank()
-    mine = [made[0][rank % 2], made[1][rank // 2]]
-    return DeviceMesh.from_group(
-        mine, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=("efsdp", "ep")
-    )
+    with mock.patch.object(device_mesh, "new_group", dist.new_group):
+        return device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
 
 
 @rows("17.12")
