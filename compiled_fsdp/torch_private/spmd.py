@@ -1,8 +1,8 @@
 """Private to the package `spmd_types` (torchtitan's types of tensors over a mesh): how it notes
 types on tensors, and its type checking, a mode that looks at every call of torch's.
 
-Tried with spmd_types 0.3.1 on torch 2.11, 2.13, 2.14 and 2.15. Nothing is imported: without the
-package nobody has typed a parameter.
+Tried with spmd_types 0.2.3 and 0.3.1, on torch 2.13, 2.14 and 2.15. Nothing is imported: without
+the package nobody has typed a parameter.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def current_axes() -> tuple[Any, ...] | None:
 
 
 def note_types(tensor: Tensor, types: dict[Any, Any], partition: Any) -> None:
-    """Note types on a tensor, if types are checked in this call."""
-    if _mode() is not None:
+    """Note types on a tensor, if the user has types checked here."""
+    if _is_checking():
         _package().assert_type(tensor, types, partition_spec=partition)
 
 
 def note_types_of(like: Tensor, tensor: Tensor) -> None:
     """Note on a tensor what is noted on another that is the same."""
-    if _mode() is not None and (types := types_of(like)):
+    if _is_checking() and (types := types_of(like)):
         note_types(tensor, dict(types), partition_of(like))
 
 
@@ -92,13 +92,19 @@ def unchecked(fn: Callable[P, R]) -> Callable[P, R]:
         mode = _mode()
         if mode is None or mode._disabled:
             return fn(*args, **kwargs)
-        mode._disabled = True
+        mode._disabled = mode._fsdp_paused = True
         try:
             return fn(*args, **kwargs)
         finally:
-            mode._disabled = False
+            mode._disabled = mode._fsdp_paused = False
 
     return paused
+
+
+def _is_checking() -> bool:
+    """Whether the user has types checked, though `unchecked` has paused it."""
+    mode = _mode()
+    return mode is not None and (not mode._disabled or getattr(mode, "_fsdp_paused", False))
 
 
 def _package(part: str = "") -> Any:

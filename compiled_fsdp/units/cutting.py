@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from compiled_fsdp.torch_private.dtensors import make_dtensor
+from compiled_fsdp.torch_private.spmd import unchecked
 
 from .flat import FlatBuffer
 from .layout import flat_layout
@@ -49,6 +50,7 @@ def classes_of(originals: Sequence[Original]) -> list[list[Original]]:
     return list(groups.values())
 
 
+@unchecked
 def flat_buffer(unit: Unit, group: Sequence[Original]) -> FlatBuffer:
     """Cut parameters of one class (`classes_of`), and register this rank's parts of them, which
     are views of one new buffer.

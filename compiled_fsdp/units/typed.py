@@ -28,6 +28,7 @@ from compiled_fsdp.torch_private.spmd import (
     span_the_same,
     types_of,
     types_of_partition,
+    unchecked,
 )
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Typed:
     types: tuple[tuple[Any, Any], ...]
     partition: Any
 
+    @unchecked
     def placed(self, parameter: nn.Parameter) -> DTensor:
         """The parameter as a DTensor."""
         local = parameter.detach()

@@ -265,6 +265,30 @@ def types_are_checked(api: Api) -> Any:
 
 
 @rows("17.12")
+def test_where_checking_is_on_and_off(four: Pool) -> None:
+    """Parameters are cut where types are checked; in a forward where that is paused, nothing is
+    noted on them.
+    """
+    four.run(eager_alike, where_checking_is_on_and_off)
+
+
+def where_checking_is_on_and_off(api: Api) -> Any:
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    model = two_blocks()
+    for block in model:
+        typed(block, mesh)  # type: ignore[arg-type]
+        block.note = True  # type: ignore[assignment]
+    with _typecheck():
+        for block in model:
+            api.fully_shard(block, mesh=mesh, dp_mesh_dims=dims("dp"))
+        with spmd.no_typecheck():
+            found = learn(model, model, mesh)
+    seen: Any = [block.seen for block in model]
+    assert all(kinds == "{}" for of in seen for kinds in of.values()), seen
+    return found, seen
+
+
+@rows("17.12")
 def test_a_mesh_for_each_parameter(four: Pool) -> None:
     """Experts over (efsdp, ep), the others over (dp, tp), in one unit, as torchtitan has them."""
     four.run(alike, a_mesh_for_each_parameter)
