@@ -9,8 +9,9 @@ backward. In a GPT of 9 layers that is a third of the activations, for about a h
 time. What a memory budget has no room for beyond that is taken from what forward saves afterwards
 (`recompute.py`).
 
-Private torch used here (tried on 2.11 and 2.13): the min-cut partitioner, its setting, its tag for
-nodes that must be in backward, `FakeScriptObject`, and Inductor's `CustomPartitionerFn`.
+Private torch used here (tried on 2.11 and 2.13): the min-cut partitioner, its setting, its name for
+gradients of results, its tag for nodes that must be in backward, `FakeScriptObject`, and Inductor's
+`CustomPartitionerFn`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import Tensor
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import _is_tangent, min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._library.fake_class_registry import FakeScriptObject
 
@@ -82,6 +83,7 @@ def min_cut(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Halv
     """
     bans = functorch_config.ban_recompute_materialized_backward and not plan.recompute
     _leave_in_backward(joint)
+    _return_given_meshes(joint, options["num_fwd_outputs"])
     with (
         functorch_config.patch(ban_recompute_materialized_backward=bans),
         quick_hints(),
@@ -102,6 +104,27 @@ def _leave_in_backward(joint: GraphModule) -> None:
         is_sent = getattr(node.target, "namespace", "") == "_c10d_functional"
         if is_sent and was_traced_in_backward(node):
             keep_in_backward(node)
+
+
+def _return_given_meshes(joint: GraphModule, num_outputs: int) -> None:
+    """Let forward return, with a DTensor, a mesh that it is given. AOTAutograd looks for it by its
+    identity, and each `mesh["tp"]` is another object: where none of the inputs is the very same, it
+    finds that of the result's gradient, which only backward is given.
+    """
+    end = output(joint.graph)
+    results: list[Any] = [*end.args[0]]  # type: ignore[misc]
+    given = [n for n in joint.graph.find_nodes(op="placeholder") if _is_opaque(n)]
+    for i, node in enumerate(results[:num_outputs]):
+        if node in given and _is_tangent(node):
+            mesh = _real(node)
+            equal = (n for n in given if not _is_tangent(n) and _real(n) == mesh)
+            results[i] = next(equal, node)
+    end.args = (tuple(results),)
+
+
+def _real(node: Node) -> Any:
+    """The object that an opaque value stands for."""
+    return node.meta["val"].real_obj
 
 
 def _tensors_first(halves: Halves, num_outputs: int) -> None:

@@ -166,6 +166,30 @@ def tensor_parallel(api: Api, shape: tuple[int, ...], is_sequence_parallel: bool
     return found
 
 
+def test_each_slice_of_a_mesh_is_another_object(four: Pool) -> None:
+    """A DTensor goes in over one `mesh["tp"]`, parameters are over others, and a DTensor comes
+    out.
+    """
+    four.run(same, over_equal_meshes)
+
+
+def over_equal_meshes(api: Api) -> Any:
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    assert mesh["tp"] is not mesh["tp"]
+    model = nn.Sequential(Block(), Block())
+    torch.manual_seed(7)
+    for block in model:
+        plan: dict[str, Any] = {"up": ColwiseParallel()}
+        plan["down"] = RowwiseParallel(use_local_output=False)
+        parallelize_module(block, mesh["tp"], {**plan, "norm": SequenceParallel()})
+        api.fully_shard(block, mesh=mesh["dp"])
+    call = api.compile(model)
+    x = DTensor.from_local(batch(mesh, 0, "dp"), mesh["tp"], [Replicate()])
+    result = call(x)
+    result.to_local().square().mean().backward()
+    return plain((result.detach(), grads(model)))
+
+
 @rows("4b.8")
 def test_in_bf16(four: Pool) -> None:
     four.run(in_bf16_as_stock)
