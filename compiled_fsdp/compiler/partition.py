@@ -21,7 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import Tensor
-from torch._functorch.partitioners import _is_tangent, min_cut_rematerialization_partition
+from torch._functorch.partitioners import (
+    _is_tangent,  # type: ignore[attr-defined]
+    min_cut_rematerialization_partition,
+)
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._library.fake_class_registry import FakeScriptObject
 
