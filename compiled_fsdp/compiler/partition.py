@@ -9,9 +9,8 @@ backward. In a GPT of 9 layers that is a third of the activations, for about a h
 time. What a memory budget has no room for beyond that is taken from what forward saves afterwards
 (`recompute.py`).
 
-Private torch used here (tried on 2.11 and 2.13): the min-cut partitioner, its setting, its name for
-gradients of results, its tag for nodes that must be in backward, `FakeScriptObject`, and Inductor's
-`CustomPartitionerFn`.
+Private torch used here (tried on 2.11 and 2.13): the min-cut partitioner, its setting, its tag for
+nodes that must be in backward, `FakeScriptObject`, and Inductor's `CustomPartitionerFn`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import Tensor
-from torch._functorch.partitioners import (
-    _is_tangent,  # type: ignore[attr-defined]
-    min_cut_rematerialization_partition,
-)
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._library.fake_class_registry import FakeScriptObject
 
@@ -123,6 +119,10 @@ def _return_given_meshes(joint: GraphModule, num_outputs: int) -> None:
             equal = (n for n in given if not _is_tangent(n) and _real(n) == mesh)
             results[i] = next(equal, node)
     end.args = (tuple(results),)
+
+
+def _is_tangent(node: Node) -> bool:
+    return "tangents" in str(node.target)
 
 
 def _real(node: Node) -> Any:
