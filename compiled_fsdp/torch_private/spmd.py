@@ -92,8 +92,8 @@ def unchecked(fn: Callable[P, R]) -> Callable[P, R]:
         mode = _mode()
         if mode is None or mode._disabled:
             return fn(*args, **kwargs)
-        mode._disabled = mode._fsdp_paused = True
         try:
+            mode._disabled = mode._fsdp_paused = True
             return fn(*args, **kwargs)
         finally:
             mode._disabled = mode._fsdp_paused = False

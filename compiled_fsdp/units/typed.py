@@ -7,7 +7,7 @@ DTensor that this describes (`tensor_parallel.py`), and computation reads a plai
 its types where they are checked. Types say what its gradient is, too: on an axis of R each rank has
 a summand, to be added up before it is reduced; of I and S it is the parameter's own.
 
-So as torch 2.15 has it (`_fsdp_param.py`, "FSDP and spmd_types"), on every torch.
+Torch 2.14 and 2.15 do the same (`_fsdp_param.py`, "FSDP and spmd_types"); here 2.13 has it too.
 """
 
 from __future__ import annotations

@@ -260,7 +260,8 @@ def types_are_checked(api: Api) -> Any:
     for block in wrong:
         typed(block, mesh)  # type: ignore[arg-type]
         api.fully_shard(block, mesh=mesh, dp_mesh_dims=dims("dp"))
-        block.group = None  # type: ignore[assignment]  # nothing is gathered: shapes fit, types do not
+        # Nothing is gathered then: shapes fit, types do not.
+        block.group = None  # type: ignore[assignment]
     return found, seen, raised(lambda: learn(wrong, wrong, mesh, checked=True))
 
 
