@@ -32,7 +32,7 @@ class Stage(Enum):
 class Property(Enum):
     """Properties of a graph that hold once a pass has run."""
 
-    GRADS_KEPT = "gradients leave in the dtype in which they are kept"
+    GRADS_KEPT = "autograd rounds no gradient that is to stay wide"
     NUMBERED = "of several micro-batches, each communication says for which it is"
     DEDUPED = "each parameter is unsharded once"
     JOINED = "the gradients of a flat parameter's views are put together once"

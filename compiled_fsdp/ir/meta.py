@@ -267,6 +267,14 @@ def was_traced_in_backward(node: Node) -> bool:
     return bool(node.meta.get("partitioner_tag") == "is_backward")
 
 
+def of_autograd(node: Node) -> tuple[Any, Any, Any]:
+    """The number that it shares with what it differentiates, the op that it is a part of, and the
+    functions of the program that are differentiated, if it is autograd that calls it.
+    """
+    keys = "seq_nr", "original_aten", "fwd_source_fn_stack"
+    return tuple(map(node.meta.get, keys))  # type: ignore[return-value]
+
+
 # As Dynamo may spell the path of a submodule.
 _MODULES = re.compile(r"__dict__\['_modules'\]\['([^']*)'\]")
 # What Dynamo calls the outermost module: a local, or what a function has closed over.

@@ -48,6 +48,8 @@ them.
     the same all-gather for the next step, once the buffer is updated; the unit keeps it under way
 `flatten_grad(grad, start, numel, order) -> flat_grad`
     a gradient at its place in a flat parameter's, in zeros
+`cast_grad(grad, dtype) -> grad`
+    a gradient before and behind a sum that is made in a wider dtype, on its way to `reduce_grad`
 `copy_columns(columns) -> param`
     a contiguous copy: `clone` in a gather, where Inductor would compile a kernel
 `all_gather(shard, sizes, group_size, group, what, phase) -> gathered`
@@ -153,6 +155,7 @@ SCHEMAS = (
     "gather_next(Tensor(a!) flat, SymInt start, SymInt[] sizes, ScalarType dtype, "
     "SymInt group_size, str group, SymInt[] numels, str[] codes) -> ()",
     "flatten_grad(Tensor grad, SymInt start, SymInt numel, SymInt[] order) -> Tensor",
+    "cast_grad(Tensor grad, ScalarType dtype) -> Tensor",
     "copy_columns(Tensor columns) -> Tensor",
     "all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group, str what='', str "
     "phase='') -> Tensor",
@@ -252,6 +255,7 @@ OURS = {
     "gather_ahead":           "0  -      gather         bandwidth -      yes no  -       no  yes",
     "gather_next":            "0  -      -              none      -      no  no  notes   no  yes",
     "flatten_grad":           "0  -      -              kernel    -      no  no  -       no  no",
+    "cast_grad":             "0  -      -              kernel    -      no  no  -       no  no",
     "copy_columns":           "0  -      -              copy      -      no  no  -       no  no",
     "all_gather":             "0  -      gather         bandwidth -      yes no  -       no  no",
     "all_to_all":             "0  -      all_to_all     exchange  -      yes no  -       no  no",
@@ -347,6 +351,7 @@ SHARD_NORMS = fsdp.shard_norms.default
 GATHER_AHEAD = fsdp.gather_ahead.default
 GATHER_NEXT = fsdp.gather_next.default
 FLATTEN_GRAD = fsdp.flatten_grad.default
+CAST_GRAD = fsdp.cast_grad.default
 COPY_COLUMNS = fsdp.copy_columns.default
 ALL_GATHER = fsdp.all_gather.default
 ALL_TO_ALL = fsdp.all_to_all.default

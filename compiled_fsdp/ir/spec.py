@@ -124,6 +124,8 @@ class ParamSpec:
     is_extended: whether this is not the parameter, but one of the tensors that its all-gather
         extension gathers (`units/traced_extension.py`).
     grad_dtype: in which its reduced gradient is kept; None: in that of the flat buffer.
+    keeps_wide: whether a gradient that autograd yields in a wider dtype than `dtype` (activations
+        in fp32 times weights in bf16) goes to its reduction as it is, not rounded to `dtype`.
     """
 
     offset: int
@@ -165,6 +167,7 @@ class ParamSpec:
     is_checked: bool = False
     is_extended: bool = False
     grad_dtype: torch.dtype | None = None
+    keeps_wide: bool = False
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:
@@ -249,6 +252,16 @@ class ParamSpec:
             self.hook,
             self.retained_dtype,
         )
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """In which unreduced gradients are added up."""
+        return self.retained_dtype or self.reduce_dtype
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether that has more bytes than what it is computed with."""
+        return self.dtype.is_floating_point and self.sum_dtype.itemsize > self.dtype.itemsize
 
     def kept_dtype(self, flat: torch.dtype) -> torch.dtype:
         """The dtype of its flat gradient, where the flat buffer is of `flat`."""

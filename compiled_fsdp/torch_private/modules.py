@@ -23,10 +23,18 @@ StockGradientReductionHandle: type = getattr(
 
 
 def reduces_in_grad_dtype() -> bool:
-    """Whether stock reduces in a gradient's own dtype where `reduce_dtype` is None: since torch
-    2.15; before, as it computes.
+    """Whether stock reduces in a gradient's own dtype where `reduce_dtype` is None, and leaves
+    gradients until then in the dtype in which autograd yields them, if that is wider than the one
+    it computes in: since torch 2.15; before, as it computes.
     """
     return hasattr(FSDPParam, "unsharded_grad_dtype")
+
+
+def widens_sums() -> bool:
+    """Whether stock adds up gradients over axes beside the data-parallel ones in the dtype in which
+    it reduces: since torch 2.15; before, as it computes.
+    """
+    return hasattr(FSDPParam, "may_reduce_grad_outside_dp")
 
 
 def forgets_gradients() -> bool:

@@ -190,8 +190,10 @@ class ShardedParam:
         self.is_borrowed = self.is_shard_whole
         full = self.full.wrap(local) if self.full else local
         self.unsharded = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
-        if self.grad_dtype is not None and self.grad_dtype.itemsize > full.dtype.itemsize:
-            self.unsharded.grad_dtype = None  # a wider gradient of a user's function stays one
+        if self.full and self.full.sum_dtype:
+            self.unsharded.grad_dtype = self.full.sum_dtype
+        elif self.spec.keeps_wide:
+            self.unsharded.grad_dtype = None
         keep_marks(self.sharded, self.unsharded)
 
     def hold(self, sharded: nn.Parameter) -> None:

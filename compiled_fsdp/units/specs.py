@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.spec import MEAN, ParamSpec
 from compiled_fsdp.torch_private.groups import common_name
+from compiled_fsdp.torch_private.modules import reduces_in_grad_dtype
 from compiled_fsdp.wire.ablation import fake_group
 
 from . import checking
@@ -47,7 +48,7 @@ def make_spec(unit: Unit, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
     post = unit.post_meshes.get(info)
     kind = "slice" if post else "gather" if unit.reshard else "keep"
     is_whole = settings.sync == "scatter" and info.replicate_size == 1
-    return ParamSpec(
+    spec = ParamSpec(
         offset=param.layout.offset,
         shape=param.layout.shape,
         dim=param.layout.dim,
@@ -85,6 +86,8 @@ def make_spec(unit: Unit, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
         retained_dtype=own if is_widened else None,
         grad_dtype=param.grad_dtype,
     )
+    keeps = not unit.is_flat and (reduces_in_grad_dtype() or param.grad_dtype is not None)
+    return replace(spec, keeps_wide=keeps and spec.is_widened)
 
 
 def traced(unit: Unit, spec: ParamSpec) -> ParamSpec:

@@ -6,14 +6,18 @@ What is cut, gathered and reduced is the local tensor, by the same ops as a plai
 and the passes see nothing of tensor parallelism. Around that stand two things. The cut parameter is
 a DTensor on a mesh with both kinds of axes (`place`). And computation reads a DTensor again
 (`Full`): the gathered local tensor, placed as the user had placed it. The gradient that comes back
-is brought to the same placements before it is reduced, by collectives of DTensor's own.
+is brought to the same placements before it is reduced, by collectives of DTensor's own. Where they
+add up (`Partial`), they do so as the installed torch: since 2.15 in the dtype in which gradients
+are reduced. In a graph autograd rounds the terms of such a sum to the dtype of the full parameter,
+and then the sum; `cast_grad` stands at both places for a pass to leave that out
+(`keep_grad_dtype`).
 
 Private torch used here (tried on 2.13): `torch.distributed.tensor._dtensor_spec`, for annotations.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from compiled_fsdp.ir.keys import Keys
+from compiled_fsdp.ir.schema import CAST_GRAD
 from compiled_fsdp.torch_private.dtensors import (
     concatenate,
     cut_inside,
@@ -33,6 +38,7 @@ from compiled_fsdp.torch_private.dtensors import (
 )
 from compiled_fsdp.torch_private.dynamo import traced_as_it_is
 from compiled_fsdp.torch_private.groups import name_axes
+from compiled_fsdp.torch_private.modules import widens_sums
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -41,6 +47,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    from compiled_fsdp.ir.spec import ParamSpec
 
     from .mesh import MeshInfo, SpmdMesh
     from .param import ShardedParam
@@ -55,11 +63,13 @@ class Full:
     dp_axes: axes of that mesh which reducing the gradient sees to; whatever its placements there
         are, they are left.
     typed: computation reads the gathered local tensor itself (`typed.py`); else None.
+    sum_dtype: in which gradients are added up over the other axes; None: as they come.
     """
 
     spec: DTensorSpec
     dp_axes: tuple[int, ...] = ()
     typed: Typed | None = None
+    sum_dtype: torch.dtype | None = None
 
     def wrap(self, local: Tensor) -> Tensor:
         """The DTensor around a gathered local tensor."""
@@ -77,8 +87,24 @@ class Full:
             for axis, (theirs, own) in enumerate(zip(given, self.spec.placements, strict=True))
         )
 
+    def reduced_as(self, spec: ParamSpec) -> Full:
+        """The same where gradients are reduced like this: with the `sum_dtype` of the installed
+        torch.
+        """
+        may_sum = widens_sums() and spec.is_widened and any(self._may_sum())
+        return replace(self, sum_dtype=spec.sum_dtype if may_sum else None)
+
+    def _may_sum(self) -> Iterator[bool]:
+        """Whether gradients may come as summands, for each axis that is not data-parallel; of a
+        replicated parameter that is known only when they are there.
+        """
+        for axis, placement in enumerate(self.typed.grads if self.typed else self.spec.placements):
+            if axis not in self.dp_axes:
+                yield placement.is_partial() if self.typed else placement.is_replicate()
+
     def local_grad(self, grad: Tensor) -> Tensor:
-        """The local tensor of a gradient, placed as the parameter is.
+        """The local tensor of a gradient, placed as the parameter is; in `sum_dtype`, where that is
+        a sum.
 
         Raises:
             AssertionError: the gradient is no DTensor.
@@ -94,9 +120,14 @@ class Full:
                 "model returned it so: let it return DTensor.from_local(...)"
             )
         wanted = self._wanted(grad.placements)
-        return local_tensor(
-            grad if wanted == grad.placements else grad.redistribute(placements=wanted)
-        )
+        if wanted == grad.placements:
+            return local_tensor(grad)
+        pairs = zip(grad.placements, wanted, strict=True)
+        if self.sum_dtype and any(own.is_partial() for own, other in pairs if own != other):
+            if grad.dtype != self.sum_dtype:
+                wide = CAST_GRAD(local_tensor(grad), self.sum_dtype)
+                grad = with_spec(wide, spec_of(grad))
+        return local_tensor(grad.redistribute(placements=wanted))
 
 
 def full_of(original: Tensor, info: MeshInfo, typed: Typed | None = None) -> Full | None:
@@ -149,7 +180,8 @@ class _AsDTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.full.local_grad(grad), None
+        local = ctx.full.local_grad(grad)
+        return (local if local.dtype == grad.dtype else CAST_GRAD(local, grad.dtype)), None
 
 
 def place(

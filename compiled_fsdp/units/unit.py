@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .gathers import Gather
     from .matrices import OnMatrices
     from .states import OnStates
+    from .tensor_parallel import Full
 
     OnUpdate = Callable[[FlatBuffer, Tensor, Sequence[ShardedParam], Tensor | None], object]
 
@@ -105,7 +106,7 @@ class Unit:
                 size = resolve_reshard(self.reshard, info.shard_size)
                 if size is not None and not isinstance(size, bool):
                     self.post_meshes[info] = info.post_forward_mesh(size)
-        self._handles: dict[object, tuple[ParamSpec, Handle]] = {}
+        self._handles: dict[object, tuple[ParamSpec, Full | None, Handle]] = {}
         self.is_outermost = True
         # Units whose forwards read parameters of this one too, by their numbers.
         self.shared_with: list[str] = []
@@ -334,6 +335,7 @@ class Unit:
                 if param.extends:
                     self._check_extension(flat, param)
                     param.spec = self.make_spec(flat, param)
+                    param.full = param.full and param.full.reduced_as(param.spec)
                     param.handle = handle_of(self, flat, param, is_frozen=is_frozen)
                     param.show_handle(param.handle)
                     continue
@@ -347,18 +349,20 @@ class Unit:
                 )
                 if key not in self._handles:
                     spec = self.make_spec(flat, param)
+                    full = param.full and param.full.reduced_as(spec)
                     self._handles[key] = (
                         spec,
+                        full,
                         Handle(
                             flat.data,
                             traced(self, spec).key(),
                             is_frozen,
-                            key_of(param.full),
+                            key_of(full),
                             self.is_resident,
                             units=(f"#{self.number}", *self.shared_with),
                         ),
                     )
-                param.spec, param.handle = self._handles[key]
+                param.spec, param.full, param.handle = self._handles[key]
                 if param.spec.dtype != param.sharded.dtype:
                     CAST[param.handle.key] = param.handle.units
                 param.show_handle(param.handle)

@@ -328,6 +328,16 @@ def _flatten_grad_fake(grad: Tensor, start: int, numel: int, order: Sequence[int
     return grad.new_empty(numel)
 
 
+@kernel("cast_grad")
+def _cast_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad.to(dtype, copy=True)
+
+
+@fake("cast_grad")
+def _cast_grad_fake(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    return empty_like_fake(grad, grad.shape, dtype)
+
+
 @kernel("agree")
 def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") -> None:
     """The token is there for compilers: an op that writes to something is neither dropped nor moved

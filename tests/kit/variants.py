@@ -310,7 +310,6 @@ VARIANTS = {
     ),
     "numerics/test_shared_buckets.py::test_four_ranks[hsdp]": "[1d]",
     "compat/fsdp1/test_training_rows.py::test_accumulation_hybrid": "::test_hybrid",
-    "compat/fsdp2/test_parallel_rows.py::test_in_bf16": "::test_tensor_parallel[True]",
     "numerics/test_fsdp1.py::test_inductor": "::test_one_graph_each_way",
     "numerics/test_quantized.py::test_inductor": "::test_graphs_as_eager[fp16 gradients]",
     "numerics/test_surface.py::test_with_inductor[tied over units]": "::test_tied_over_units",

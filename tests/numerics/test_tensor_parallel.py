@@ -9,6 +9,7 @@ own, on activations, in the same graph as ours.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -41,7 +43,9 @@ from compiled_fsdp import fully_shard
 from compiled_fsdp.ir.collectives import ALL_GATHER, ALL_TO_ALL, STARTS
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.schema import ALL_GATHER as GLOO_GATHER
+from compiled_fsdp.ir.schema import CAST_GRAD
 from compiled_fsdp.torch_private.groups import common_name
+from compiled_fsdp.units import tensor_parallel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -310,3 +314,48 @@ def gradient_accumulation() -> None:
         results.append(plain({name: p.grad for name, p in model.named_parameters()}))
     for kind, found in zip(("eager", "compiled"), results[1:], strict=True):
         check_equal(found, results[0], kind, 1e-6, 1e-8)
+
+
+def test_wide_sums(four: Pool) -> None:
+    """As torch has it since 2.15, gradients of replicated weights are added up over "tp" in the
+    dtype in which they are reduced; stock is beside it in `test_parallel_rows.py`.
+    """
+    four.run(wide_sums, timeout=SLOW)
+
+
+def wide_sums() -> None:
+    def of(kind: str, *, is_wide: bool) -> list[dict[str, Tensor]]:
+        with mock.patch.object(tensor_parallel, "widens_sums", return_value=is_wide):
+            return summed(kind)
+
+    eager, rounded = of("eager", is_wide=True), of("eager", is_wide=False)
+    check_equal(of("compiled", is_wide=True), eager, "compiled, summed in fp32")
+    check_equal(of("compiled", is_wide=False), rounded, "compiled, summed in bf16")
+    pairs = zip(eager, rounded, strict=True)
+    differ = {name for wide, low in pairs for name in wide if not wide[name].equal(low[name])}
+    assert differ
+    assert all("norm" in name for name in differ), differ
+
+
+def summed(kind: str) -> list[dict[str, Tensor]]:
+    """Gradients of two backwards in bf16, and of two more that are reduced together."""
+    torch.manual_seed(5)
+    model = Transformer(1)
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    parallelize(model, mesh["tp"])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in (*model.layers, model):
+        fully_shard(unit, mesh=mesh["dp"], mp_policy=policy)
+    call: Any = model
+    if kind in BACKENDS:
+        call = torch.compile(model, backend=BACKENDS[kind], fullgraph=True)
+    found = []
+    with captured() as graphs:
+        for step, syncs in enumerate((True, True, False, True)):
+            model.set_requires_gradient_sync(syncs)
+            call(batches((2, 2), step)[mesh.get_local_rank("dp")]).backward()
+            if syncs:
+                found.append({name: whole(p.grad) for name, p in model.named_parameters()})
+                model.zero_grad()
+    assert not any(find(graph, CAST_GRAD) for graph in graphs)
+    return found

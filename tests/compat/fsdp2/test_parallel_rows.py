@@ -193,15 +193,10 @@ def over_equal_meshes(api: Api) -> Any:
 
 @rows("4b.8")
 def test_in_bf16(four: Pool) -> None:
-    four.run(in_bf16_as_stock)
-
-
-def in_bf16_as_stock() -> None:
-    """Since 2.15 stock sums gradients over the tensor-parallel axis in the dtype of the reduction,
-    not in bf16: 8 bits of 5e-3.
+    """Since 2.15 gradients are summed over the tensor-parallel axis in the dtype of the reduction,
+    not in bf16.
     """
-    sums_in_fp32 = hasattr(stock.FSDPModule, "finalize_backward")
-    same(in_bf16, atol=1e-4 if sums_in_fp32 else 0.0)
+    four.run(same, in_bf16)
 
 
 def in_bf16(api: Api) -> Any:

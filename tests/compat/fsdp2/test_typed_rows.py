@@ -31,6 +31,7 @@ from kit.oracle import (
 from torch import Tensor, nn
 from torch.distributed import device_mesh
 from torch.distributed import fsdp as stock
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import Shard
 
@@ -84,13 +85,14 @@ class Block(nn.Module):
         h = F.layer_norm(x, (WIDTH,)) * self.norm
         gain = self.gain
         if self.group is not None:
-            h = spmd.all_gather(h, self.group, src=spmd.S(1), dst=spmd.R)
-            gain = spmd.convert(gain, self.group, src=spmd.I, dst=spmd.R)
+            how: Any = {"backward_options": {"op_dtype": torch.float32}}
+            h = spmd.all_gather(h, self.group, src=spmd.S(1), dst=spmd.R, **how)
+            gain = spmd.convert(gain, self.group, src=spmd.I, dst=spmd.R, **how)
         y = F.linear(F.gelu(F.linear(h, self.up)), self.down)
         if self.experts is not None:
             y = y + torch.einsum("btc,ecd->btd", h, self.experts)
         if self.group is not None:
-            y = spmd.reduce_scatter(y, self.group, dst=spmd.S(1))
+            y = spmd.reduce_scatter(y, self.group, dst=spmd.S(1), op_dtype=torch.float32)
         if self.note:
             self.seen = {name: str(spmd.get_local_type(p)) for name, p in self._parameters.items()}
         return x * (1 + gain) + y + self.bias
@@ -204,17 +206,29 @@ def mesh_and_dims(shape: tuple[int, ...]) -> tuple[DeviceMesh, Any]:
     return mesh_of(*shape, names=("replicas", "dp", "tp")), dims("dp", replicate="replicas")
 
 
-def units(api: Api, shape: tuple[int, ...]) -> tuple[nn.Sequential, DeviceMesh]:
+@rows("17.12")
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_typed_parameters_in_bf16(four: Pool, reduce_dtype: torch.dtype | None) -> None:
+    """As torchtitan trains: since torch 2.15 summands on "tp" are added up in fp32, too."""
+    four.run(alike, typed_parameters, (2, 2), MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
+
+
+def units(
+    api: Api, shape: tuple[int, ...], policy: MixedPrecisionPolicy | None = None
+) -> tuple[nn.Sequential, DeviceMesh]:
     mesh, parallel = mesh_and_dims(shape)
     model = two_blocks()
     for block in model:
         typed(block, mesh)  # type: ignore[arg-type]
-        api.fully_shard(block, mesh=mesh, dp_mesh_dims=parallel)
+        options = {"mp_policy": policy} if policy else {}
+        api.fully_shard(block, mesh=mesh, dp_mesh_dims=parallel, **options)
     return model, mesh
 
 
-def typed_parameters(api: Api, shape: tuple[int, ...]) -> Any:
-    model, mesh = units(api, shape)
+def typed_parameters(
+    api: Api, shape: tuple[int, ...], policy: MixedPrecisionPolicy | None = None
+) -> Any:
+    model, mesh = units(api, shape, policy)
     places = [(str(p.placements), p.device_mesh.mesh_dim_names) for p in model.parameters()]
     found = learn(model, api.compile(model), mesh)
     model[0].unshard()
