@@ -20,16 +20,18 @@ After:
 Requires: a joint (or inference) graph as traced.
 Ensures: no two `unshard` have equal arguments; no two `reduce_grad` of one sum belong to one
     parameter. Gradients are added in the order in which autograd would have added them, in the
-    dtype in which they arrive.
+    dtype in which they arrive; of a parameter that was tied behind sharding (`adds_wide`) in that
+    in which they are reduced, as if each were reduced by itself.
 Leaves alone: a sum with a term that is not a reduction, or that is read by something else too.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from compiled_fsdp.ir.graph import ADD, Builder, erase_unused, find, sum_leaves, sum_root
-from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
+from compiled_fsdp.ir.collectives import CONVERT
+from compiled_fsdp.ir.graph import ADD, Builder, erase_unused, find, sum_leaves, sum_root, value
+from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD, param_spec
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -68,11 +70,22 @@ def _merge_terms(root: Node) -> None:
     run = Builder(root, root)
     total = None
     for same in terms.values():
-        grad = same[0].args[0]
-        for other in same[1:]:
-            grad = run(ADD, grad, other.args[0])
+        grad, *others = _wide_enough(run, same)
+        for other in others:
+            grad = run(ADD, grad, other)
         reduced = same[0] if len(same) == 1 else run(REDUCE_GRAD, grad, *same[0].args[1:])
         total = reduced if total is None else run(ADD, total, reduced)
     assert total is not None
     root.replace_all_uses_with(total)
     erase_unused(root, ADD, REDUCE_GRAD)
+
+
+def _wide_enough(run: Builder, reductions: list[Node]) -> list[Any]:
+    """What several reductions of a parameter are given, in the dtype in which it is added."""
+    grads, spec = [node.args[0] for node in reductions], param_spec(reductions[0])
+    if not spec.adds_wide or len(grads) == 1:
+        return grads
+    return [
+        grad if value(grad).dtype == spec.sum_dtype else run(CONVERT, grad, spec.sum_dtype)  # type: ignore[arg-type]
+        for grad in grads
+    ]

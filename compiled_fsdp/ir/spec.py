@@ -126,6 +126,7 @@ class ParamSpec:
     grad_dtype: in which its reduced gradient is kept; None: in that of the flat buffer.
     keeps_wide: whether a gradient that autograd yields in a wider dtype than `dtype` (activations
         in fp32 times weights in bf16) goes to its reduction as it is, not rounded to `dtype`.
+    adds_wide: whether gradients of several reads are added in `sum_dtype`, not as they come.
     """
 
     offset: int
@@ -168,6 +169,7 @@ class ParamSpec:
     is_extended: bool = False
     grad_dtype: torch.dtype | None = None
     keeps_wide: bool = False
+    adds_wide: bool = False
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:

@@ -112,6 +112,8 @@ class ShardedParam:
     grad_dtype: in which its reduced gradient is kept; None: in its own.
     unsharded: the eager runtime's full parameter; None before the first eager use.
     is_borrowed: it lies in the shard's own memory, which is not to be freed.
+    is_tied_later: a module holds it too that did not when it was sharded. Stock gathers it for that
+        module once more, and adds the gradients when they are reduced.
     spec: the arguments of its ops under the current settings.
     handle: what a traced read outside an eager forward needs.
     extends: its local tensor brings an all-gather of its own; `extension` is how a graph makes it,
@@ -131,6 +133,7 @@ class ShardedParam:
     grad_dtype: torch.dtype | None = None
     unsharded: nn.Parameter | None = None
     is_borrowed: bool = False
+    is_tied_later: bool = False
     fqn: str = ""
     spec: ParamSpec = field(init=False)
     handle: Handle = field(init=False)
@@ -190,11 +193,24 @@ class ShardedParam:
         self.is_borrowed = self.is_shard_whole
         full = self.full.wrap(local) if self.full else local
         self.unsharded = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
-        if self.full and self.full.sum_dtype:
-            self.unsharded.grad_dtype = self.full.sum_dtype
+        self.keep_gradients_wide()
+        keep_marks(self.sharded, self.unsharded)
+
+    def keep_gradients_wide(self) -> None:
+        """Let the full parameter take gradients of a wider dtype than its own, and add them in it,
+        where they are to be reduced so.
+        """
+        if self.unsharded is None:
+            return
+        wide = self.full.sum_dtype if self.full else None
+        if self.spec.adds_wide:
+            wide = self.spec.sum_dtype
+        if wide is not None:
+            grad, self.unsharded.grad = self.unsharded.grad, None
+            self.unsharded.grad_dtype = wide
+            self.unsharded.grad = None if grad is None else grad.to(wide)
         elif self.spec.keeps_wide:
             self.unsharded.grad_dtype = None
-        keep_marks(self.sharded, self.unsharded)
 
     def hold(self, sharded: nn.Parameter) -> None:
         """Begin to be held in another sharded form."""

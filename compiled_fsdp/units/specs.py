@@ -86,8 +86,10 @@ def make_spec(unit: Unit, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
         retained_dtype=own if is_widened else None,
         grad_dtype=param.grad_dtype,
     )
-    keeps = not unit.is_flat and (reduces_in_grad_dtype() or param.grad_dtype is not None)
-    return replace(spec, keeps_wide=keeps and spec.is_widened)
+    if unit.is_flat or not spec.is_widened:
+        return spec
+    keeps_wide = reduces_in_grad_dtype() or param.grad_dtype is not None
+    return replace(spec, keeps_wide=keeps_wide, adds_wide=param.is_tied_later)
 
 
 def traced(unit: Unit, spec: ParamSpec) -> ParamSpec:

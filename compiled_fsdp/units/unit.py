@@ -233,6 +233,9 @@ class Unit:
     def add_owner(self, param: ShardedParam, module: nn.Module, name: str) -> None:
         """Let a module hold one of the unit's parameters too: `name` is tied to it from now on."""
         param.owners.append((module, name))
+        param.is_tied_later = True
+        self.publish()
+        param.keep_gradients_wide()
         table = registered(module)
         table.note_owner(name, self, param)
         assert param.registered_as is not None
@@ -345,6 +348,7 @@ class Unit:
                     param.layout.offset,
                     param.fqn,
                     param.sharded.dtype,
+                    param.is_tied_later,
                     is_frozen,
                 )
                 if key not in self._handles:

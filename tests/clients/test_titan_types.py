@@ -63,7 +63,7 @@ class Lists:
 
 
 def learn(api: Any, backend: str = "", *, is_checked: bool = False) -> Any:
-    """Losses of some steps, and the parameters behind them."""
+    """Losses of some steps in bf16, torchtitan's default, and the parameters behind them."""
     from spmd_types import no_typecheck
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.config import ParallelismConfig, TrainingConfig
@@ -77,9 +77,7 @@ def learn(api: Any, backend: str = "", *, is_checked: bool = False) -> Any:
         expert_parallel_degree=2,
         spmd_backend="spmd_types",
     )
-    # In bf16 torch 2.15 sums gradients of norms over the tensor-parallel axis in fp32.
-    training = TrainingConfig(mixed_precision_param="float32")
-    model, dims = built(api, model_registry("debugmodel"), parallelism, training)
+    model, dims = built(api, model_registry("debugmodel"), parallelism, TrainingConfig())
     call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
     context = utils.get_spmd_context(parallel_dims=dims, spmd_typechecking=is_checked)

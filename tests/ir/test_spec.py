@@ -94,7 +94,7 @@ class TestSpec(TestCase):
 
     def test_wrong_number_of_values(self):
         with self.assertRaisesRegex(
-            ValueError, r"got 2 values \(0, \(4, 2\)\); a ParamSpec has 40: \['offset', 'shape', "
+            ValueError, r"got 2 values \(0, \(4, 2\)\); a ParamSpec has 41: \['offset', 'shape', "
         ):
             ParamSpec.of_values((0, (4, 2)))
 

@@ -43,6 +43,29 @@ class TestDedupUnshard(GraphTest):
 return [%neg_default, %neg_default_1]""",
         )
 
+    def test_tied_behind_sharding(self):
+        """Added in the dtype in which they are reduced; what is in it already is not cast."""
+        hand = Hand()
+        low, wide = torch.bfloat16, torch.float32
+        spec = replace(W, dtype=low, reduce_dtype=wide, adds_wide=True)
+        flat, da, db = (
+            hand.input("flat", 4),
+            hand.input("da", 4, 2, dtype=low),
+            hand.input("db", 4, 2),
+        )
+        ga, gb = hand.reduce_grad(da, flat, spec), hand.reduce_grad(db, flat, spec)
+        self.assertGraph(
+            dedup_unshard(hand.returns(hand.add(gb, ga)), PLAN),
+            """\
+%flat: f32[4]
+%da: bf16[4,2]
+%db: f32[4,2]
+%convert_element_type_default: f32[4,2] = convert_element_type(%da, f32)
+%add_tensor_1: f32[4,2] = add(%db, %convert_element_type_default)
+%reduce_grad_default_2: f32[4] = reduce_grad(%add_tensor_1, %flat, 'w', reshard=gather)
+return [%reduce_grad_default_2]""",
+        )
+
     def test_order_of_additions(self):
         """((b + a1) + a2) + a3 becomes b + ((a1 + a2) + a3): each parameter's terms in the order in
         which they arrived.

@@ -249,3 +249,40 @@ def chain(name: str, kind: str, regions: str) -> Any:
         x = batch(0).to(LOW).requires_grad_()
         api.compile(model)(x).square().mean().backward()
     return plain({n: g for n, g in grads(model).items() if g is not None})
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(12, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 12, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(self.embedding(tokens))))
+
+
+@rows("18.6")
+@pytest.mark.parametrize("units", [("inner",), ("embedding", "inner", "head")])
+def test_tied_after_sharding(two: Pool, units: tuple[str, ...]) -> None:
+    """Stock gathers the weight for each module, and adds gradients that are reduced; ours adds
+    them first, in the dtype in which it reduces: another order of the same additions.
+    """
+    two.run(ours_alike, tied_after_sharding, units)
+    two.run(tied_as_stock, units)
+
+
+def tied_as_stock(units: tuple[str, ...]) -> None:
+    same(tied_after_sharding, units, rtol=1e-5, atol=1e-8)
+
+
+def tied_after_sharding(api: Api, units: tuple[str, ...]) -> Any:
+    torch.manual_seed(0)
+    model = api.units(Language(), *units, mp_policy=MixedPrecisionPolicy(LOW, torch.float32))
+    model.head.weight = model.embedding.weight
+    call, found = api.compile(model), []
+    for step in range(2):
+        tokens = torch.arange(2 * ROWS).view(2, ROWS) * (step + 2) % 12
+        F.cross_entropy(call(tokens).float().flatten(0, 1), tokens.flatten()).backward()
+        found.append(plain(model.embedding.weight.grad))
+        model.zero_grad()
+    return found
