@@ -9,7 +9,8 @@ tensor-parallel axis (`cast_grad`).
 
 Before:
 
-    %y = mul(%x, %b)  # f32, bf16
+    %b = unshard(%flat, "b")  # bf16
+    %y = mul(%x, %b)  # f32
     %wa = cast_grad(%da, float32)
     %sa = compute(%wa)  # an all-reduce, over the tensor-parallel axis
     %ra = cast_grad(%sa, bfloat16)
@@ -23,6 +24,7 @@ Before:
 
 After:
 
+    %b = unshard(%flat, "b")
     %y = mul(%x, %b)
     %wa = convert_element_type(%da, float32)
     %sa = compute(%wa)
@@ -41,7 +43,6 @@ Leaves alone: casts of gradients that are kept in the dtype of their flat buffer
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -59,32 +60,30 @@ from compiled_fsdp.ir.graph import (
     sum_leaves,
     value,
 )
-from compiled_fsdp.ir.rounding import CASTS, rounded_by_autograd
+from compiled_fsdp.ir.rounding import CASTS, Rounding
 from compiled_fsdp.ir.schema import CAST_GRAD, REDUCE_GRAD, param_spec
-from compiled_fsdp.ir.subgraphs import INVOKE, unit_called_by
 
 if TYPE_CHECKING:
-    from torch.fx import Graph, GraphModule, Node
+    from torch.fx import GraphModule, Node
 
     from compiled_fsdp.planning.plan import Plan
 
 
 def keep_grad_dtype(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
-    rounded = rounded_by_autograd(gm.graph)
-    if rounded:
-        _widen_units(gm.graph, rounded)
+    rounding = Rounding(gm.graph)
+    _widen_units(rounding)
     for node in find(gm.graph, CAST_GRAD):
         term, dtype = cast("tuple[Node, torch.dtype]", node.args)
         if value(term).dtype.itemsize < dtype.itemsize:
-            node.replace_all_uses_with(_unrounded(node, term, rounded, dtype))
+            node.replace_all_uses_with(_unrounded(node, term, [node], rounding, dtype))
             erase_unused(node, ADD, CAST_GRAD, *CASTS)
     for node in find(gm.graph, REDUCE_GRAD):
         grad = cast("Node", node.args[0])
         if grad.target is CAST_GRAD:
             node.replace_input_with(grad, grad.args[0])  # type: ignore[arg-type]
         elif param_spec(node).keeps_wide:
-            node.replace_input_with(grad, _unrounded(node, grad, rounded))
+            node.replace_input_with(grad, _unrounded(node, grad, [node], rounding))
         erase_unused(grad, ADD, CAST_GRAD, *CASTS)
         rests: torch.dtype = value(node.args[1]).dtype  # type: ignore[arg-type]
         kept = [node] if value(node).dtype != rests else []
@@ -93,21 +92,18 @@ def keep_grad_dtype(gm: GraphModule, plan: Plan) -> GraphModule:
     return gm
 
 
-def _widen_units(graph: Graph, rounded: set[Node]) -> None:
+def _widen_units(rounding: Rounding) -> None:
     """Let subgraphs of units return gradients as they are, where all calls bring them to
     reductions that keep them wide.
     """
-    calls: dict[Graph, list[Node]] = defaultdict(list)
-    for call in find(graph, INVOKE):
-        if (body := unit_called_by(call)) is not None:
-            calls[body].append(call)
-    for body, those in calls.items():
+    for body, calls in rounding.calls.items():
         end = output(body)
         results = list(end.args[0])  # type: ignore[arg-type]
         for i, result in enumerate(results):
-            found = [item for call in those for item in call.users if item.args[1] == i]
-            if found and all(map(_is_kept_wide, found)):
-                results[i] = _unrounded(end, result, rounded)
+            found = [item for call in calls for item in call.users if item.args[1] == i]
+            takers = [user for item in found for user in item.users]
+            if takers and all(map(_keeps_wide, takers)):
+                results[i] = _unrounded(end, result, takers, rounding)
             if results[i] is not result:
                 end.args = (tuple(results),)
                 erase_unused(result, ADD, *CASTS)
@@ -116,8 +112,8 @@ def _widen_units(graph: Graph, rounded: set[Node]) -> None:
         body.owning_module.recompile()  # type: ignore[union-attr]
 
 
-def _is_kept_wide(item: Node) -> bool:
-    return all(u.target is REDUCE_GRAD and param_spec(u).keeps_wide for u in item.users)
+def _keeps_wide(node: Node) -> bool:
+    return node.target is REDUCE_GRAD and param_spec(node).keeps_wide
 
 
 def _widen(item: Node, dtype: torch.dtype) -> None:
@@ -129,17 +125,25 @@ def _widen(item: Node, dtype: torch.dtype) -> None:
     call.meta["val"] = tuple(values)  # type: ignore[union-attr]
 
 
-def _unrounded(at: Node, grad: Node, rounded: set[Node], dtype: torch.dtype | None = None) -> Node:
+def _unrounded(
+    at: Node,
+    grad: Node,
+    takers: list[Node],
+    rounding: Rounding,
+    dtype: torch.dtype | None = None,
+) -> Node:
     """The same gradient, or sum of gradients, without the casts that autograd has made, before this
     node.
 
+    takers: who takes it as the gradient of a read.
     dtype: in which terms are added; None: as they come.
     """
     run = Builder(at, grad)
     made: dict[Node, Node] = {}
     leaves = sum_leaves(grad)
     for leaf in leaves:
-        term: Node = leaf.args[0] if leaf in rounded else leaf  # type: ignore[assignment]
+        is_rounded = all(rounding.is_rounded(leaf, taker) for taker in takers)
+        term: Node = leaf.args[0] if is_rounded else leaf  # type: ignore[assignment]
         is_wide = dtype is None or value(term).dtype == dtype
         made[leaf] = term if is_wide else run(CONVERT, term, dtype)
     if all(made[leaf] is leaf for leaf in leaves):

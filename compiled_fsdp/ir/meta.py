@@ -267,11 +267,11 @@ def was_traced_in_backward(node: Node) -> bool:
     return bool(node.meta.get("partitioner_tag") == "is_backward")
 
 
-def of_autograd(node: Node) -> tuple[Any, Any, Any]:
-    """The number that it shares with what it differentiates, the op that it is a part of, and the
-    functions of the program that are differentiated, if it is autograd that calls it.
+def of_autograd(node: Node) -> tuple[Any, Any, Any, Any]:
+    """The number that it shares with what it differentiates, the op that it is a part of, the
+    functions of the program that are differentiated, if autograd calls it, and those it is of.
     """
-    keys = "seq_nr", "original_aten", "fwd_source_fn_stack"
+    keys = "seq_nr", "original_aten", "fwd_source_fn_stack", "source_fn_stack"
     return tuple(map(node.meta.get, keys))  # type: ignore[return-value]
 
 

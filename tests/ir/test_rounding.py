@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
-from compiled_fsdp.ir.rounding import rounded_by_autograd
+from compiled_fsdp.ir.meta import of_autograd
+from compiled_fsdp.ir.rounding import Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +55,27 @@ def beside(x: Tensor, w: Tensor) -> Tensor:
     return y + x.to(LOW).float()
 
 
-# Of activations [4, 8] in fp32 and a weight [8] in bf16: how many casts autograd makes.
+@torch.library.custom_op("compiled_fsdp_tests::scale", mutates_args=())
+def scale(x: Tensor, w: Tensor) -> Tensor:
+    return x * w.float()
+
+
+@scale.register_fake
+def _(x: Tensor, w: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def of_scale(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+    (x,) = ctx.saved_tensors
+    return None, (grad * x).sum(0).to(LOW)
+
+
+scale.register_autograd(
+    of_scale, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])
+)
+
+# Of activations [4, 8] in fp32 and a weight [8] in bf16: how many casts autograd makes of the
+# gradient of the weight itself.
 KINDS: dict[str, tuple[Callable[[Tensor, Tensor], Any], int]] = {
     "promoted": (lambda x, w: x * w, 1),
     "added": (lambda x, w: x + w, 1),
@@ -62,7 +83,15 @@ KINDS: dict[str, tuple[Callable[[Tensor, Tensor], Any], int]] = {
     "beside a cast": (beside, 1),
     "sum": (lambda x, w: x * w.sum(dtype=torch.float32), 1),
     "function": (Scale.apply, 1),
+    "in place": (lambda x, w: x.clone().mul_(w), 1),
+    "with what is made of it": (lambda x, w: torch.where(x > 0, w, w + 1) * x, 0),
+    "joined with what is made of it": (lambda x, w: torch.cat([x[0], w + 1, w]), 1),
     "cast": (lambda x, w: x * w.float(), 0),
+    "one more": (lambda x, w: x * (1 + w), 0),
+    "handed on": (lambda x, w: x * w.clone() + x * w.view(8), 0),
+    "function of another": (lambda x, w: Scale.apply(x, w.clone()), 0),
+    "custom op": (scale, 0),
+    "cumsum": (lambda x, w: x * torch.cumsum(w[:1], 0, dtype=torch.float32), 0),
     "rounding function": (RoundedScale.apply, 0),
     "written": (written, 0),
     "norm": (lambda x, w: F.layer_norm(x.to(LOW), (8,), w), 0),
@@ -78,10 +107,13 @@ def test_of_autograd(name: str, decomposes: bool) -> None:
     found = []
 
     def partition(joint: GraphModule, inputs: Any, **_: Any) -> Any:
-        found.append(rounded_by_autograd(joint.graph))
+        rounding, nodes = Rounding(joint.graph), list(joint.graph.nodes)
+        taker = next(n for n in nodes if (of_autograd(n)[2] or [("",)])[-1][0] == "sin")
+        found.append([n for n in nodes if rounding.is_rounded(n, taker)])
         raise RuntimeError("seen")
 
     def loss(x: Tensor, w: Tensor) -> Tensor:
+        """The sine stands for a read: what differentiates it takes the gradient."""
         result: Tensor = function(x, torch.sin(w)).sum()
         return result
 

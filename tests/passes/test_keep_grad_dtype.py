@@ -32,8 +32,8 @@ def traced(node, number):
 
 
 def by_autograd(node, number, function="mul"):
-    """What it notes of a cast that autograd makes in backward."""
-    node.meta.update(seq_nr=number, original_aten=aten._to_copy.default)
+    """What it notes of a cast that autograd makes in backward, and of others there."""
+    node.meta.update(seq_nr=number)
     node.meta["fwd_source_fn_stack"] = [(function, function)]
     return node
 
@@ -41,17 +41,14 @@ def by_autograd(node, number, function="mul"):
 class TestKeepGradDtype(GraphTest):
     def test_docstring(self):
         hand = Hand()
-        flat, x, b = (
-            hand.input("flat", 5, dtype=LOW),
-            hand.input("x", 2),
-            hand.input("b", 2, dtype=LOW),
-        )
+        flat, x = hand.input("flat", 5, dtype=LOW), hand.input("x", 2)
         da, dy = hand.input("da", 4, 2, dtype=LOW), hand.input("dy", 2)
+        b = traced(hand.unshard(flat, B), 6)
         y = traced(hand(aten.mul.Tensor, x, b), 7)
         ra = hand(CAST_GRAD, hand.compute(hand(CAST_GRAD, da, FULL)), LOW)
         ga = hand.reduce_grad(ra, flat, A)
         rb = by_autograd(hand(CONVERT, hand(aten.mul.Tensor, x, dy), LOW), 7)
-        gb = hand.reduce_grad(rb, flat, B)
+        gb = by_autograd(hand.reduce_grad(rb, flat, B), 6, "unshard_as")
         ca, cb = hand(CONVERT, ga, LOW), hand(CONVERT, gb, LOW)
         gm = hand.returns(hand.add(ca, cb), y)
         self.assertDocumented(module, "Before", gm)
@@ -62,10 +59,10 @@ class TestKeepGradDtype(GraphTest):
             """\
 %flat: bf16[5]
 %x: f32[2]
-%b: bf16[2]
 %da: bf16[4,2]
 %dy: f32[2]
-%mul_tensor: f32[2] = mul(%x, %b)
+%unshard_default: bf16[2] = unshard(%flat, 'b', reshard=gather)
+%mul_tensor: f32[2] = mul(%x, %unshard_default)
 %convert_element_type_default_3: f32[4,2] = convert_element_type(%da, f32)
 %neg_default: f32[4,2] = neg(%convert_element_type_default_3)
 %reduce_grad_default: f32[5] = reduce_grad(%neg_default, %flat, 'a', reshard=gather)

@@ -87,12 +87,17 @@ LAYERS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "function": lambda x, w, v, m: Scale.apply(x, w) + RoundedScale.apply(x, v),  # type: ignore[no-untyped-call]
     "product": lambda x, w, v, m: x @ m.float() + F.linear(x.to(LOW), m),
     "picked": lambda x, w, v, m: x * m[torch.arange(WIDTH) % 3].sum(0) * w,
+    "one more": lambda x, w, v, m: x * (1 + w) + x * (v + w),
+    "handed on": lambda x, w, v, m: x * w.clone() + x * v.view(WIDTH),
+    "function of another": lambda x, w, v, m: Scale.apply(x, w.clone()) + Scale.apply(x, 1 + v),  # type: ignore[no-untyped-call]
+    "with itself": lambda x, w, v, m: torch.addcmul(x, x * w, w + 1) + torch.where(x > 0, v, v + 1),
+    "alone": lambda x, w, v, m: x * torch.cumsum(w[:1], 0, dtype=x.dtype),
     "wider": lambda x, w, v, m: (x.double() * w).float(),
 }
 
 # Since 2.15 stock adds the gradients of such a parameter in fp32 in a first backward without
 # synchronization, and in their own dtypes else; ours always does the latter.
-READ_TWICE = ("both", "twice", "in two dtypes", "product", "wider")
+READ_TWICE = ("both", "twice", "in two dtypes", "product", "one more", "with itself", "wider")
 
 
 class Layer(nn.Module):
