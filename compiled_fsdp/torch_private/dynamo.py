@@ -17,6 +17,7 @@ from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from .selective import unselected
 from .spmd import unchecked
 from .subgraphs import operator_name
 
@@ -252,9 +253,9 @@ GET_DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 def untraced(fn: Callable[P, R]) -> Callable[P, R]:
     """Keep Dynamo out of this function and of all that it calls, and whoever checks types of
-    tensors (`spmd.py`); typed.
+    tensors (`spmd.py`) or keeps results for a selective checkpoint (`selective.py`); typed.
     """
-    disabled: Callable[P, R] = torch._dynamo.disable(unchecked(fn))
+    disabled: Callable[P, R] = torch._dynamo.disable(unchecked(unselected(fn)))
     return disabled
 
 
