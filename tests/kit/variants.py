@@ -31,6 +31,21 @@ VARIANTS = {
         f"compat/fsdp2/test_extension_graph_rows.py::test_plans[{plan}]": "[recompute]"
         for plan in ("parts", "costs", "budget")
     },
+    **{
+        f"compat/fsdp2/test_promotion_rows.py::test_as_stock[{case}]": "[False-None]"
+        for case in ("False-torch.float32", "True-torch.float32")
+    },
+    **{
+        f"compat/fsdp2/test_promotion_rows.py::test_units_that_are_called[{name}]": (
+            "[in two dtypes]"
+        )
+        for name in ("both", "twice")
+    },
+    "compat/fsdp2/test_promotion_rows.py::test_tied_after_sharding[units0]": "[units1]",
+    **{
+        f"numerics/test_selective.py::test_policies[{name}]": "[all but products]"
+        for name in ("sum", "copies", "comparisons")
+    },
     "numerics/test_activation_offload.py::test_beside_other_options[parts]": "[codes]",
     "compat/fsdp2/test_parallel_rows.py::test_tensor_parallel[False]": "[True]",
     "compat/fsdp2/test_layout_rows.py::test_other_dims_with_inductor": "::test_other_dims",
