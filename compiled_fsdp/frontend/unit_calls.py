@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-NO_TENSOR = "%{} yields no tensor"
+NO_TENSOR = "%{} yields no plain tensor (a DTensor, or no tensor at all)"
 
 
 @dataclass(eq=False)
