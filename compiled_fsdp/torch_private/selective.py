@@ -45,10 +45,11 @@ def unselected(fn: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def _outside() -> Iterator[None]:
+    """Take these modes off the stack, and put them back. Modes of torch's own (fakes, proxies)
+    are kept beside it.
+    """
     stack = (torch._C._get_dispatch_stack_at(i) for i in range(_num_modes()))
-    modes = [
-        mode for mode in stack if getattr(mode, "_mode_key", None) is None
-    ]  # torch's own apart
+    modes = [mode for mode in stack if getattr(mode, "_mode_key", None) is None]
     first = next((i for i, mode in enumerate(modes) if isinstance(mode, SELECTIVE)), None)
     if first is None:
         yield
@@ -63,7 +64,7 @@ def _outside() -> Iterator[None]:
 
 
 def _exchange(old: list[object], new: list[object]) -> None:
-    """The last modes of the stack for others."""
+    """Put modes in the place of the last ones of the stack."""
     for _ in old:
         _pop_mode()
     for mode in new:
