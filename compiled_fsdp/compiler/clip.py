@@ -38,6 +38,8 @@ from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.graph import value
 from compiled_fsdp.ir.schema import SHARD_NORMS
 
+from .scaling import scaled_by
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -122,13 +124,7 @@ def clipped(
     val = value(factor)
     one = run(aten.full.default, [], 1.0, dtype=val.dtype, device=val.device, pin_memory=False)
     factor = run(aten.minimum.default, factor, one)
-    scaled = []
-    for grad in grads:
-        dtype, own = value(grad.node).dtype, factor
-        if value(factor).dtype != dtype:
-            own = run(comm.CONVERT, factor, dtype)
-        scaled.append(run(aten.mul.Tensor, grad.node, own))
-    return scaled
+    return [scaled_by(run, grad.node, factor) for grad in grads]
 
 
 def _by_axes(

@@ -73,7 +73,17 @@ def _found_here(run: Builder, grads: Sequence[Node], device: torch.device) -> No
 
 def unscaled(run: Builder, grads: Sequence[Node], inverse: Node) -> list[Node]:
     """The gradients times the inverse of the scale, each in its dtype."""
-    return [run(aten.mul.Tensor, grad, inverse) for grad in grads]
+    return [scaled_by(run, grad, inverse) for grad in grads]
+
+
+def scaled_by(run: Builder, grad: Node, factor: Node) -> Node:
+    """A gradient times a factor of no dimensions, in its own dtype: what `grad.mul_(factor)` does,
+    which does not round the factor to that dtype.
+    """
+    product: Node = run(aten.mul.Tensor, grad, factor)
+    dtype = value(grad).dtype
+    is_wide = value(product).dtype != dtype  # where the gradient has no dimensions either
+    return run(comm.CONVERT, product, dtype) if is_wide else product
 
 
 def scaled_one(run: Builder, like: torch.Tensor, scale: Node) -> Node:

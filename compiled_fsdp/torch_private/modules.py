@@ -4,6 +4,7 @@ and 2.15.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed.fsdp
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.utils import _apply_to_tensors
+from torch.nn.utils.rnn import PackedSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,14 +54,37 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
     def cast(x: torch.Tensor) -> torch.Tensor:
         return x if not x.is_floating_point() or x.dtype == dtype else x.to(dtype)
 
-    return _apply_to_tensors(cast, values)
+    return _each_tensor(cast, values)
 
 
 def on_device(values: Any, device: torch.device) -> Any:
     """Move every tensor inside nested containers that is elsewhere; everything else is the same
     object.
     """
-    return _apply_to_tensors(lambda x: x if x.device == device else x.to(device), values)
+    return _each_tensor(lambda x: x if x.device == device else x.to(device), values)
+
+
+def _each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """Torch's `_apply_to_tensors`, which asks any leaf whether it is a dataclass. Dynamo cannot ask
+    that of a number that has changed from call to call, and would lose the graph; of a dataclass
+    itself, no instance, torch makes an error. So these are returned before.
+    """
+    if isinstance(values, torch.Tensor):
+        return change(values)
+    if values is None or isinstance(values, int | float | complex | str | type):
+        return values
+    if type(values) in (tuple, list):
+        return type(values)(_each_tensor(change, each) for each in values)
+    if type(values) is dict:
+        return {key: _each_tensor(change, each) for key, each in values.items()}
+    if dataclasses.is_dataclass(values):
+        named = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
+        changed = {name: _each_tensor(change, each) for name, each in named.items()}
+        return dataclasses.replace(values, **changed)  # type: ignore[type-var]
+    is_named = isinstance(values, tuple) and hasattr(values, "_fields")
+    if is_named and not isinstance(values, PackedSequence):
+        return type(values)(*(_each_tensor(change, each) for each in values))
+    return _apply_to_tensors(change, values)
 
 
 def hooked_on_backward(model: torch.nn.Module) -> list[str]:

@@ -157,11 +157,18 @@ def _updated_alone(update: Node, seen: dict[Node, Node]) -> Violations:
 def _unscaled(update: Node) -> tuple[Node, list[Node]]:
     """The flat gradient of an update, and what it is scaled by."""
     grad: Any = update.args[0]
-    factors = []
-    while grad.target is torch.ops.aten.mul.Tensor and isinstance(grad.args[1], torch.fx.Node):
-        grad, factor = grad.args
-        factors.append(factor.args[0] if factor.target is comm.CONVERT else factor)
+    product, factors = _uncast(grad), []
+    mul = torch.ops.aten.mul.Tensor
+    while product.target is mul and isinstance(product.args[1], torch.fx.Node):
+        grad, factor = product.args
+        product = _uncast(grad)
+        factors.append(factor)
     return grad, factors
+
+
+def _uncast(product: Any) -> Any:
+    """What `scaled_by` casts, where a gradient has no dimensions."""
+    return product.args[0] if product.target is comm.CONVERT else product
 
 
 def left_out_together(gm: GraphModule, plan: Plan) -> Violations:

@@ -11,8 +11,10 @@ import torch
 from kit.passes_harness import unit
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
 
 from compiled_fsdp.compiler.pin_order import (
+    _follow,
     _is_computed,
     _is_ours,
     _keep_inputs,
@@ -73,6 +75,36 @@ def test_who_comes_later_takes_nothing_over() -> None:
 
 def test_what_no_wait_follows_is_never_reused() -> None:
     assert kept_by(Node(REDUCE, "reduced", StarDep("sent"), after("gathered"))) == {"sent"}
+
+
+class Kernel:
+    """As much of a scheduler's node as is looked at where it is to follow another."""
+
+    def __init__(self, name: str, *reads: Any) -> None:
+        self.name, self.ancestors = name, OrderedSet[str]()
+        self.read_writes = SimpleNamespace(
+            reads=OrderedSet(reads), writes=OrderedSet([StarDep(name)])
+        )
+
+    def get_buffer_names(self) -> list[str]:
+        return [self.name]
+
+    def get_operation_names(self) -> list[str]:
+        return [self.name]
+
+    def add_fake_dep(self, dep: Any) -> None:
+        self.read_writes.reads.add(dep)
+
+    def used_buffer_names(self) -> Any:
+        raise AssertionError("torch's counts what is followed")
+
+
+def test_what_a_kernel_follows_is_nothing_that_it_uses() -> None:
+    """Else all kernels behind a product would share it, and Inductor try to fuse any two."""
+    kernel: Any = Kernel("mine", StarDep("read"), after("mutated"))
+    _follow(kernel, Kernel("product"))  # type: ignore[arg-type]
+    assert after("product") in kernel.read_writes.reads
+    assert [*kernel.used_buffer_names()] == ["read", "mine"]
 
 
 class Origins:

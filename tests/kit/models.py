@@ -238,6 +238,18 @@ class CalledTwice(nn.Module):
         return self.last(self.step(self.step(x)))
 
 
+class TwoDtypes(nn.Module):
+    """A unit whose parameters are of bf16, between others of fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 33), nn.Linear(33, 3)
+        self.low = nn.Linear(33, 33).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.low(torch.tanh(self.first(x)).bfloat16()).float())
+
+
 class Branches(nn.Module):
     """Parallel branches: the gradients of both biases are one tensor."""
 
@@ -307,6 +319,7 @@ RECIPES: dict[str, Recipe] = {
     "unused": Recipe(Unused, lambda m: [*m.layers, m.idle, m], _rows(6)),
     "read_twice": Recipe(ReadTwice, lambda m: [m.first, m], _rows(6)),
     "called_twice": Recipe(CalledTwice, lambda m: [m.step, m], _rows(5)),
+    "two_dtypes": Recipe(TwoDtypes, lambda m: [m.low, m], _rows(6)),
     "branches": Recipe(Branches, lambda m: [m.left, m.right, m], _rows(6)),
     "equal_units": Recipe(
         lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), lambda m: [*m], _rows(64)

@@ -84,13 +84,14 @@ def compare_models() -> None:
     compare(Options("unused", steps=3, policies=(BF16,)), OPTIMIZERS["adamw_fused"])
     compare(Options("tied", steps=3, max_norm=0.1), OPTIMIZERS["adamw_foreach"])
     compare(Options("equal_units", steps=3, max_norm=0.05))  # parameters of one name
+    compare(Options("two_dtypes", steps=3, max_norm=0.05), OPTIMIZERS["sgd"])
     for model in ("called_twice", "conv"):
         compare(Options(model, steps=3))
 
 
 def test_models(two: Pool) -> None:
-    """Bit for bit: uneven shards, mixed precision, clipping, buffers, tied, frozen and unused
-    parameters, units that are called twice.
+    """Bit for bit: uneven shards, mixed precision, clipping (also where gradients have several
+    dtypes), buffers, tied, frozen and unused parameters, units that are called twice.
     """
     two.run(compare_models, timeout=SLOW)
 
