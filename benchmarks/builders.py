@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepseek import DeepSeek, DeepSeekConfig
+from deepseek import share_experts as share_grouped_experts
 from gpt import Block
 from job import (
     NUM_BATCHES,
@@ -29,7 +31,8 @@ from matrix_optimizers import by_dtensor, gathered, planned, step_of
 from moe import Mixture, MoEConfig
 from simple_fsdp import simple_fsdp
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -70,6 +73,59 @@ def build_ours(job: Job, *, chunks: int = 1) -> Step:
         mixture.chunks = chunks
     shard(model, fully_shard)
     return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job)
+
+
+def build_mixture(job: Job, *, is_sharded: bool) -> Step:
+    """DeepSeek-V3 in small, as deep as the job's model and as long as its sequences, in bf16: how
+    many tokens each expert gets is what only data decides.
+    """
+    from compiled_fsdp import fully_shard
+
+    torch._dynamo.config.capture_scalar_outputs = True
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    model = _mixture(job)
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("efsdp", "ep"))
+    experts = share_grouped_experts(model, mesh["ep"])
+    if not is_sharded:
+        for each in experts:
+            parameters: Any = [*each.named_parameters()]
+            for name, parameter in parameters:
+                setattr(each, name, nn.Parameter(parameter.to_local()))
+        model.bfloat16()
+        return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for each in experts:
+        fully_shard(each, mesh=mesh["efsdp"], mp_policy=policy)
+    for unit in (model.embedding, *model.layers, [model.norm, model.head], model):
+        fully_shard(unit, mesh=mesh._flatten("dp"), mp_policy=policy)
+    return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job)
+
+
+def _mixture(job: Job) -> DeepSeek:
+    torch.manual_seed(0)
+    model = DeepSeek(
+        DeepSeekConfig(
+            job.config.num_layers,
+            width=64,
+            num_heads=4,
+            hidden=128,
+            max_length=job.length,
+            vocab=256,
+            num_dense=1,
+            query_rank=32,
+            value_rank=32,
+            plain=16,
+            rotated=16,
+            num_experts=16,
+            top=2,
+            expert_hidden=32,
+        )
+    )
+    for parameter in model.parameters():
+        if parameter.dim() == 3:  # the experts', which are not written to when they are made
+            nn.init.normal_(parameter, std=0.02)
+    return model
 
 
 def checkpointed(build: Callable[[Job], Step]) -> Callable[[Job], Step]:

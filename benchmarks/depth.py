@@ -39,7 +39,14 @@ if TYPE_CHECKING:
 
 # Those that compile the whole model; a block that is compiled by itself has no depth.
 PLAIN = ("ours", "ours_regions_units", "local_compile")
-COMPILED = (*PLAIN, "ours_regions_off", *(f"{name}_checkpoints" for name in PLAIN))
+CHECKPOINTED = tuple(f"{name}_checkpoints" for name in PLAIN)
+COMPILED = (
+    *PLAIN,
+    "ours_regions_off",
+    *CHECKPOINTED,
+    "ours_mixture",
+    "local_compile_mixture",
+)
 GOAL = 1.5
 SAMPLE_S = 0.005
 GARBAGE, REST, CXX = "looking for garbage", "the rest of the step", "C++ compiler"
@@ -206,7 +213,8 @@ def report(
     columns = ("variant", "layers", "CPU s", f"over {least}", "of it C++", "libraries", "MB")
     facts = [
         machine(),
-        "GPT of width 128, batch 2 x 64 per rank, rank 0 of 2 in a fake group, one thread.",
+        "GPT of width 128 (mixtures: of width 64, 16 experts, 2 of them a token), batch 2 x 64 per "
+        "rank, rank 0 of 2 in a fake group, one thread.",
     ]
     parts = dict.fromkeys(p for found in seen.values() for p in found["parts"])
     order = [*dict.fromkeys(PARTS.values()), GARBAGE, CXX, REST]

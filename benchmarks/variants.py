@@ -14,6 +14,7 @@ from builders import (
     build_ddp_compile,
     build_fsdp1,
     build_local,
+    build_mixture,
     build_muon,
     build_ours,
     build_ours_costs,
@@ -130,6 +131,14 @@ for _name in ("ours", "ours_regions_units", "local_compile"):
         f"{_plain.floor}_checkpoints" if _plain.floor else "",
         f"{_plain.summary}; a checkpoint around each layer",
     )
+VARIANTS["ours_mixture"] = Variant(
+    partial(build_mixture, is_sharded=True),
+    "local_compile_mixture",
+    "ours, of DeepSeek-V3 in small: a mixture of experts, in bf16",
+)
+VARIANTS["local_compile_mixture"] = Variant(
+    partial(build_mixture, is_sharded=False), summary="the same unsharded (floor)"
+)
 # Codes of eight bits round what travels, so these lose a little differently.
 CODED_TOLERANCE = 0.1
 VARIANTS["ours_int8_gathers"] = Variant(

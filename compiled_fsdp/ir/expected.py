@@ -36,6 +36,7 @@ _expected: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()  # by sy
 # What follows from that for expressions: tokens of 64 ranks are a sum of as many symbols, of which
 # every price asks. Forgotten with each symbol that something becomes known of.
 _means: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
+_most: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()  # likewise, of `at_most`
 
 
 def hint(size: Any) -> int:
@@ -55,8 +56,11 @@ def at_most(size: Any) -> int:
     if not isinstance(size, torch.SymInt) or size.node.hint is not None:
         return hint(size)
     env: Any = size.node.shape_env
-    bound = _bound(env, size.node.expr.xreplace(_backed(env)))
-    return hint(size) if bound is None else bound
+    known, expr = _most.setdefault(env, {}), size.node.expr
+    if expr not in known:
+        bound = _bound(env, expr.xreplace(_backed(env)))
+        known[expr] = hint(size) if bound is None else bound
+    return known[expr]
 
 
 def _bound(env: Any, expr: Any) -> int | None:
@@ -148,6 +152,7 @@ def _share(total: Any, sizes: Iterable[Any]) -> None:
             rest -= hint(value)
     for symbol, env in unknown.items():
         _means.pop(env, None)
+        _most.pop(env, None)
         _expected.setdefault(env, {})[symbol] = max(0, -(-rest // len(unknown)))
         if (mean := _expected_of(env, symbol)) > 0:
             _said(env)[symbol] = mean

@@ -32,8 +32,8 @@ VARIANTS = {
         for plan in ("parts", "costs", "budget")
     },
     **{
-        f"compat/fsdp2/test_promotion_rows.py::test_as_stock[{case}]": "[False-None]"
-        for case in ("False-torch.float32", "True-torch.float32")
+        f"compat/fsdp2/test_promotion_rows.py::test_as_stock[{case}]": "[True-None]"
+        for case in ("False-None", "False-torch.float32", "True-torch.float32")
     },
     **{
         f"compat/fsdp2/test_promotion_rows.py::test_units_that_are_called[{name}]": (
