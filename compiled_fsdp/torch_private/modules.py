@@ -5,13 +5,14 @@ and 2.15.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.fsdp
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.utils import _apply_to_tensors
 from torch.nn.utils.rnn import PackedSequence
 
 if TYPE_CHECKING:
@@ -65,26 +66,36 @@ def on_device(values: Any, device: torch.device) -> Any:
 
 
 def _each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
-    """Torch's `_apply_to_tensors`, which asks any leaf whether it is a dataclass. Dynamo cannot ask
-    that of a number that has changed from call to call, and would lose the graph; of a dataclass
-    itself, no instance, torch makes an error. So these are returned before.
+    """What torch's `_apply_to_tensors` does, which asks any leaf whether it is a dataclass. Dynamo
+    cannot ask that of a number that has changed from call to call, and would lose the graph; of a
+    dataclass itself, no instance, torch makes an error. So these are returned before.
     """
     if isinstance(values, torch.Tensor):
         return change(values)
     if values is None or isinstance(values, int | float | complex | str | type):
         return values
-    if type(values) in (tuple, list):
-        return type(values)(_each_tensor(change, each) for each in values)
-    if type(values) is dict:
-        return {key: _each_tensor(change, each) for key, each in values.items()}
+    each = functools.partial(_each_tensor, change)
     if dataclasses.is_dataclass(values):
-        named = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
-        changed = {name: _each_tensor(change, each) for name, each in named.items()}
-        return dataclasses.replace(values, **changed)  # type: ignore[type-var]
-    is_named = isinstance(values, tuple) and hasattr(values, "_fields")
-    if is_named and not isinstance(values, PackedSequence):
-        return type(values)(*(_each_tensor(change, each) for each in values))
-    return _apply_to_tensors(change, values)
+        fields = {f.name: each(getattr(values, f.name)) for f in dataclasses.fields(values)}
+        return dataclasses.replace(values, **fields)  # type: ignore[type-var]
+    if isinstance(values, OrderedDict):
+        made = type(values)()
+        for key, value in values.items():
+            made[key] = each(value)
+        return made
+    if isinstance(values, dict):
+        return {key: each(value) for key, value in values.items()}
+    is_collection = isinstance(values, list | tuple | set)
+    return _of_items(each, values) if is_collection else values
+
+
+def _of_items(each: Callable[[Any], Any], values: Any) -> Any:
+    """A list, tuple or set of the same type; of packed sequences the same object."""
+    if isinstance(values, PackedSequence):
+        return values
+    if isinstance(values, tuple) and hasattr(values, "_fields"):
+        return type(values)(*(each(value) for value in values))
+    return type(values)(each(value) for value in values)
 
 
 def hooked_on_backward(model: torch.nn.Module) -> list[str]:

@@ -5,7 +5,7 @@ what is cast.
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -86,6 +86,17 @@ class Pair(NamedTuple):
     position: Any
 
 
+class Nested(OrderedDict[str, Any]):
+    """As results of Hugging Face's models."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Rows(list[Any]):
+    pass
+
+
 class Side(enum.IntEnum):
     LEFT = 1
 
@@ -106,7 +117,7 @@ def low(x: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("fake_world")
-@pytest.mark.parametrize("form", [Batch, Pair])
+@pytest.mark.parametrize("form", [Batch, Pair, lambda x, n: Nested(x=x, position=n)])
 @pytest.mark.parametrize("kind", [int, float])
 def test_a_number_that_changes_keeps_the_graph(form: Any, kind: Any) -> None:
     """Dynamo makes it symbolic at its second value."""
@@ -127,7 +138,18 @@ def test_what_is_cast_as_torch_casts_it() -> None:
     x, ids = torch.ones(2), torch.arange(2)
     packed = nn.utils.rnn.pack_sequence([x])
     nested = [(x, 1), {"ids": ids, "none": None}, Pair(x, Side.LEFT), Batch(ids, [x, "text"])]
-    others = [OrderedDict(x=x), {2, 3}, packed, nn.Linear, 1j, object(), torch.Size([2])]
+    others = [
+        OrderedDict(x=x),
+        defaultdict(list, x=x),
+        {2, 3},
+        Rows([x]),
+        frozenset({4}),
+        packed,
+        nn.Linear,
+        1j,
+        object(),
+        torch.Size([2]),
+    ]
     for values in (x, ids, 3, 0.5, True, *nested, *others, nested):
         found, wanted = cast_floating(values, torch.bfloat16), _apply_to_tensors(low, values)
         assert type(found) is type(wanted)
