@@ -11,7 +11,9 @@ After; `all_gather` is torch's op before, and ours after:
     %s = wait(fsdp_all_reduce(%row))
 
 The eager runtime gathers likewise (`wire/gloo.py`), and so may what the user gathers: over gloo
-torch's own all-gather is not safe. Whether a group is one of gloo's is known to the context alone.
+torch's own all-gather is not safe. What has a size that is no number (`dynamic=True`) is said to be
+one piece by no sizes at all: a symbol is nothing that a graph can name. Whether a group is one of
+gloo's is known to the context alone.
 
 Requires: nothing.
 Ensures: no all-gather of torch's is left over a group of gloo's.
@@ -41,8 +43,9 @@ def use_gloo(gm: GraphModule, plan: Plan) -> GraphModule:
     for node in find(gm.graph, comm.ALL_GATHER):
         (shard,), (_, *others) = node.all_input_nodes, node.args
         if is_gloo(comm.group_of(node), value(shard).device):
+            numel = value(shard).numel()
             node.target = ALL_GATHER
-            node.args = (shard, [value(shard).numel()], *others)
+            node.args = (shard, [numel] if isinstance(numel, int) else [], *others)
     for node in find(gm.graph, comm.ALL_REDUCE):
         is_ours = get_tag(node) is not None
         if is_ours and is_gloo(comm.group_of(node), value(node).device):

@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.torch_private.groups import default_group, group_store
+from compiled_fsdp.torch_private.groups import default_group, group_store, groups_of
 from compiled_fsdp.wire.agreement import everyones
 from compiled_fsdp.wire.watcher import Watcher, pause
 
@@ -263,5 +263,5 @@ def _axes(unit: Unit) -> list[dist.ProcessGroup]:
     return (
         unit.mesh_info.axes
         if widest is None or widest == unit.mesh_info.mesh
-        else [widest.get_group(axis) for axis in range(widest.ndim)]
+        else groups_of(widest)
     )

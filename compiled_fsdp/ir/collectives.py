@@ -262,7 +262,7 @@ def as_in_torch(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         return schema.COPY_TO, (args[0], HOST, args[1]), {}
     if target is schema.RELOAD:
         return schema.COPY_TO, (*args, False), {}
-    if target is schema.ALL_GATHER and list(args[1]) == [args[0].meta["val"].numel()]:
+    if target is schema.ALL_GATHER and list(args[1]) in ([], [args[0].meta["val"].numel()]):
         return ALL_GATHER, (args[0], *args[2:]), {}
     if target is schema.UPDATE:
         return target, args[:7], dict(node.kwargs)  # wherever its state comes from

@@ -53,7 +53,7 @@ them.
 `copy_columns(columns) -> param`
     a contiguous copy: `clone` in a gather, where Inductor would compile a kernel
 `all_gather(shard, sizes, group_size, group, what, phase) -> gathered`
-    started, not awaited: pieces gathered side by side
+    started, not awaited: pieces gathered side by side; one, where no sizes are given
 `all_to_all(rows, group_size, group, what, phase) -> received`
     started, not awaited: row r of each piece goes to rank r
 `all_reduce(rows, op, group, what, phase) -> reduced`

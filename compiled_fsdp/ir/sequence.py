@@ -61,7 +61,7 @@ def _sizes(node: Node) -> str:
         numels = argument(node, "numels")
         return " + ".join(f"{n} of {owner}" for n, owner in zip(numels, owners, strict=True))
     sizes: Any = argument(node, "sizes")
-    if sizes is None:
+    if not sizes:
         sent: Any = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
         sizes = [value(n).numel() for n in sent]
     return " + ".join(str(n) if isinstance(n, int) else UNKNOWN for n in sizes)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from compiled_fsdp.torch_private.groups import group_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -79,5 +81,5 @@ def cut_of(tensor: Tensor, name: str, doing: str, dtype: torch.dtype | None = No
             "computes with DTensors: torch.optim.Muon does, by collectives of its own "
             "for each matmul"
         )
-    group = mesh.get_group(axes[0])
+    group = group_of(mesh, axes[0])
     return Cut(shape, dtype, device, placement.dim, group.group_name, group.rank(), group.size())

@@ -40,6 +40,19 @@ def group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
+def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
+    """The group of an axis of a mesh; while a function is traced, too, where `get_group` finds
+    those alone that were made with this very mesh, not with an equal one, which torch may have
+    given a DTensor.
+    """
+    return group_named(mesh._dim_group_names[axis])
+
+
+def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Those of all axes."""
+    return [group_of(mesh, axis) for axis in range(mesh.ndim)]
+
+
 def common_name(name: str) -> str:
     """What all ranks' graphs call the group of this name: the axis of a mesh that it belongs to, if
     `name_axes` has seen it; its own name if not.
@@ -89,7 +102,7 @@ def name_axes(mesh: DeviceMesh) -> None:
                 rows = ranks.movedim(axis + 1, -1).reshape(-1, size).tolist()
             digest = hashlib.sha256(repr(sorted(rows)).encode()).hexdigest()[:8]
             name = each.mesh_dim_names[axis] if each.mesh_dim_names else f"axis{axis}"
-            name_group(each.get_group(axis), f"{name}_{size}of{world}_{digest}")
+            name_group(group_of(each, axis), f"{name}_{size}of{world}_{digest}")
 
 
 def name_group(group: dist.ProcessGroup, name: str) -> None:
@@ -106,7 +119,7 @@ def name_group(group: dist.ProcessGroup, name: str) -> None:
 
 def _is_unnamed(mesh: DeviceMesh, axis: int) -> bool:
     try:
-        name = mesh.get_group(axis).group_name
+        name = group_of(mesh, axis).group_name
     except RuntimeError:  # of a process group that was destroyed: torch reuses equal meshes
         return False
     return common_name(name) == name

@@ -65,14 +65,24 @@ def on_device(values: Any, device: torch.device) -> Any:
     return _each_tensor(lambda x: x if x.device == device else x.to(device), values)
 
 
+_LEAVES: tuple[type, ...] = (int, float, complex, str, type, slice, torch.Size)
+try:
+    import numpy
+except ImportError:  # torch needs none
+    pass
+else:
+    _LEAVES = (*_LEAVES, numpy.ndarray, numpy.generic)
+
+
 def _each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
     """What torch's `_apply_to_tensors` does, which asks any leaf whether it is a dataclass. Dynamo
-    cannot ask that of a number that has changed from call to call, and would lose the graph; of a
-    dataclass itself, no instance, torch makes an error. So these are returned before.
+    cannot ask that of a number that has changed from call to call, a slice, or what is numpy's, and
+    would lose the graph; of a dataclass itself, no instance, torch makes an error. So these are
+    returned before.
     """
     if isinstance(values, torch.Tensor):
         return change(values)
-    if values is None or isinstance(values, int | float | complex | str | type):
+    if values is None or isinstance(values, _LEAVES):
         return values
     each = functools.partial(_each_tensor, change)
     if dataclasses.is_dataclass(values):

@@ -37,7 +37,7 @@ from compiled_fsdp.torch_private.dtensors import (
     with_spec,
 )
 from compiled_fsdp.torch_private.dynamo import traced_as_it_is
-from compiled_fsdp.torch_private.groups import name_axes
+from compiled_fsdp.torch_private.groups import groups_of, name_axes
 from compiled_fsdp.torch_private.modules import widens_sums
 
 if TYPE_CHECKING:
@@ -146,8 +146,7 @@ def groups_beside(params: Iterable[ShardedParam]) -> Iterator[dist.ProcessGroup]
     """
     meshes = dict.fromkeys(param.full.spec.mesh for param in params if param.full is not None)
     for mesh in meshes:
-        for axis in range(mesh.ndim):
-            yield mesh.get_group(axis)
+        yield from groups_of(mesh)
 
 
 _fulls: Keys[Full] = Keys("full")

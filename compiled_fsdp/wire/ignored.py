@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from compiled_fsdp.torch_private.dtensors import make_dtensor
-from compiled_fsdp.torch_private.groups import common_name, name_axes
+from compiled_fsdp.torch_private.groups import common_name, groups_of, name_axes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,8 +66,8 @@ class Ignored:
         mesh = param.device_mesh
         name_axes(mesh)
         return tuple(
-            (common_name(mesh.get_group(axis).group_name), mesh.size(axis))
-            for axis, placement in enumerate(param.placements)
+            (common_name(group.group_name), group.size())
+            for group, placement in zip(groups_of(mesh), param.placements, strict=True)
             if not placement.is_replicate()
         )
 

@@ -90,12 +90,13 @@ def _all_gather(
     phase: str = "",
 ) -> Tensor:
     """The piece of n elements at `start` comes out at `group_size * start`: n from each rank, in
-    rank order.
+    rank order. No sizes: one piece.
 
     So a parameter needs no copy out of its bucket: what the ranks hold of it lies back to back.
     """
     with ranges.around("all_gather", phase, what):
-        out, work = launch.start_gather(shard, sizes, group_size, group, what, phase)
+        pieces = sizes or [shard.numel()]
+        out, work = launch.start_gather(shard, pieces, group_size, group, what, phase)
         register_work(out, work)
     return out
 

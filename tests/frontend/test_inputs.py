@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -132,6 +133,33 @@ def test_a_number_that_changes_keeps_the_graph(form: Any, kind: Any) -> None:
         assert one_more == number + 1
         assert torch.equal(found, wanted)
         assert found.dtype == torch.float32
+
+
+class Table(dict[str, Any]):
+    pass
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda n: torch.Size([n, 2]),
+        lambda n: slice(0, n),
+        lambda n: Table(n=n),
+        lambda n: defaultdict(int, n=n),
+        lambda n: {n, "n"},
+        lambda n: numpy.float64(n),
+        lambda n: numpy.ones(n),
+    ],
+    ids=["Size", "slice", "Table", "defaultdict", "set", "float64", "ndarray"],
+)
+def test_what_holds_a_number_keeps_the_graph(made: Any) -> None:
+    torch._dynamo.reset()
+    model = fully_shard(Steps(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    called: Any = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+    for i in range(2, 5):
+        found, _ = called(Batch(torch.ones(2, 4), i), i, {"list": [i], "made": made(i)})
+        assert found.dtype == torch.bfloat16
 
 
 def test_what_is_cast_as_torch_casts_it() -> None:

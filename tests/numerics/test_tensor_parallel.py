@@ -21,6 +21,7 @@ from kit.graphs import captured
 from kit.harness import SLOW
 from kit.oracle import BACKENDS, mesh_of
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -359,3 +361,36 @@ def summed(kind: str) -> list[dict[str, Tensor]]:
                 model.zero_grad()
     assert not any(find(graph, CAST_GRAD) for graph in graphs)
     return found
+
+
+def test_other_lengths_behind_a_baseline(four: Pool) -> None:
+    """A head whose result is gathered, and batches of several sizes; the same model under tensor
+    parallelism alone came before, on a mesh of its own, and a larger function is compiled.
+    """
+    four.run(other_lengths, timeout=SLOW)
+
+
+def other_lengths() -> None:
+    with mock.patch.object(device_mesh, "new_group", dist.new_group):  # each mesh its own
+        found = [with_a_head(is_sharded) for is_sharded in (False, True)]
+    check_equal(found[1], found[0], "other lengths")
+
+
+def with_a_head(is_sharded: bool) -> list[Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    head = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8))
+    cut = ColwiseParallel(output_layouts=Replicate())
+    model: Any = parallelize_module(head, mesh["tp"], {"0": cut, "1": cut})
+    if is_sharded:
+        fully_shard(model, mesh=mesh["dp"])
+
+    def loss_of(x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        return loss
+
+    call = torch.compile(loss_of, backend=BACKENDS["compiled"] if is_sharded else "aot_eager")
+    losses = [call(torch.full((length, 8), 0.5)) for length in (4, 2, 3)]
+    losses[-1].backward()
+    return [*losses, *(p.grad.full_tensor() for p in model.parameters())]

@@ -1,13 +1,17 @@
 """`use_gloo`: over groups of gloo's, gathers are ours, and so are our all-reduces."""
 
+from types import SimpleNamespace
+
+import torch
 from compiled_fsdp.passes.base import Context
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.use_gloo import use_gloo
 from compiled_fsdp.passes.verify import check
 from kit.passes_harness import PLAN, GraphTest, Hand, unit
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from compiled_fsdp.ir.collectives import ALL_GATHER, ALL_REDUCE, WAIT
+from compiled_fsdp.ir.collectives import ALL_GATHER, ALL_REDUCE, WAIT, as_in_torch
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.meta import set_captured, set_context
 from compiled_fsdp.ir.schema import ALL_GATHER as OURS
@@ -62,6 +66,18 @@ return [%neg_default, %div_tensor]""",
         gm = use_gloo(over(hand.returns(reduced), "tp"), PLAN)
         self.assertEqual(find(gm.graph, OURS)[0].args[1:], ([12], 2, "tp"))
         self.assertEqual(len(find(gm.graph, ALL_REDUCE)), 1, "torch's own is safe")
+
+    def test_of_any_length(self):
+        """A symbol is not put into the graph: as no sizes, it is run, and means the same."""
+        hand = Hand()
+        x = hand.input("x", 3, 4)
+        length = ShapeEnv().create_unbacked_symint()
+        start = hand(ALL_GATHER, x, 2, "tp")
+        x.meta["val"] = SimpleNamespace(numel=lambda: length, device=torch.device("cpu"))
+        gm = use_gloo(over(hand.returns(start), "tp"), PLAN)
+        (ours,) = find(gm.graph, OURS)
+        self.assertEqual(ours.args, (x, [], 2, "tp"))
+        self.assertEqual(as_in_torch(ours)[:2], (ALL_GATHER, (x, 2, "tp")))
 
     def test_other_sizes_do_not_mean_the_same(self):
         gm = use_gloo(over(hybrid(), "shard"), PLAN)
