@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepseek import DeepSeek, DeepSeekConfig
+from deepseek import DeepSeek, tiny_deepseek
 from deepseek import share_experts as share_grouped_experts
 from gpt import Block
 from job import (
@@ -104,24 +104,7 @@ def build_mixture(job: Job, *, is_sharded: bool) -> Step:
 
 def _mixture(job: Job) -> DeepSeek:
     torch.manual_seed(0)
-    model = DeepSeek(
-        DeepSeekConfig(
-            job.config.num_layers,
-            width=64,
-            num_heads=4,
-            hidden=128,
-            max_length=job.length,
-            vocab=256,
-            num_dense=1,
-            query_rank=32,
-            value_rank=32,
-            plain=16,
-            rotated=16,
-            num_experts=16,
-            top=2,
-            expert_hidden=32,
-        )
-    )
+    model = DeepSeek(tiny_deepseek(job.config.num_layers, job.length, vocab=256))
     for parameter in model.parameters():
         if parameter.dim() == 3:  # the experts', which are not written to when they are made
             nn.init.normal_(parameter, std=0.02)

@@ -49,6 +49,26 @@ def deepseek_v3(num_layers: int = 61, max_length: int = 4096) -> DeepSeekConfig:
     )
 
 
+def tiny_deepseek(num_layers: int = 4, max_length: int = 64, vocab: int = 512) -> DeepSeekConfig:
+    """As small as it gets, with a layer of each kind."""
+    return DeepSeekConfig(
+        num_layers,
+        width=64,
+        num_heads=4,
+        hidden=128,
+        max_length=max_length,
+        vocab=vocab,
+        num_dense=1,
+        query_rank=32,
+        value_rank=32,
+        plain=16,
+        rotated=16,
+        num_experts=16,
+        top=2,
+        expert_hidden=32,
+    )
+
+
 class LatentAttention(nn.Module):
     def __init__(self, config: DeepSeekConfig) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from deepseek import DeepSeek, DeepSeekConfig, share_experts
+from deepseek import DeepSeek, DeepSeekConfig, share_experts, tiny_deepseek
 from gpt import RMSNorm, rotary_table
 from job import part_of
 from llama import Llama, LlamaConfig
@@ -100,26 +100,7 @@ SIZES = {
         1,
         expert_ranks=8,
     ),
-    "tiny_experts": Size(
-        DeepSeekConfig(
-            4,
-            64,
-            4,
-            128,
-            max_length=64,
-            vocab=512,
-            num_dense=1,
-            query_rank=32,
-            value_rank=32,
-            plain=16,
-            rotated=16,
-            num_experts=16,
-            top=2,
-            expert_hidden=32,
-        ),
-        2,
-        expert_ranks=8,
-    ),
+    "tiny_experts": Size(tiny_deepseek(), 2, expert_ranks=8),
     "tiny": Size(LlamaConfig(2, 64, 8, 128, max_length=64, vocab=512), 2),
 }
 
