@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from compiled_fsdp.torch_private.fakes import look, storage_of
+from compiled_fsdp.torch_private.fakes import is_plain, storage_key
 
 from . import fakes
 from .graph import is_view
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def follow_views(graph: Graph) -> bool:
     """Let the value of each view lie in the storage of what it is a view of now. Returns whether
-    that could be done: not with sizes that are symbols, nor with more than plain fake tensors.
+    that could be done: not with more than plain fake tensors.
     """
     for node in graph.nodes:
         base = node.args[0] if node.args else None
@@ -30,9 +30,9 @@ def follow_views(graph: Graph) -> bool:
             node.meta["val"] = of[node.args[1]]
             continue
         values = _tensors(node.meta.get("val"))
-        if any(look(each) is None for each in (of, *values)):
+        if not all(map(is_plain, (of, *values))):
             return False
-        if any(storage_of(each)[0] != storage_of(of)[0] for each in values):
+        if any(storage_key(each) != storage_key(of) for each in values):
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             node.meta["val"] = fakes.run(node.target, args, kwargs)
     return True

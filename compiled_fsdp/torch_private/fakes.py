@@ -5,7 +5,7 @@ in the place of real ones. Tried on torch 2.13 and 2.15.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,11 +44,7 @@ def look(value: object) -> Look | None:
     """What decides how an op's result looks; None of what is more than a plain fake tensor of known
     sizes.
     """
-    if type(value) is not FakeTensor or value._has_symbolic_sizes_strides:
-        return None
-    if value.requires_grad or value.layout is not torch.strided or value.constant is not None:
-        return None
-    if value.is_conj() or value.is_neg():
+    if not is_plain(value) or value._has_symbolic_sizes_strides or value.requires_grad:
         return None
     return (
         tuple(value.shape),
@@ -59,10 +55,26 @@ def look(value: object) -> Look | None:
     )
 
 
+def is_plain(value: object) -> TypeGuard[FakeTensor]:
+    """Whether this is a fake tensor and no more: strided, not a constant, nor conjugated."""
+    return (
+        type(value) is FakeTensor
+        and value.layout is torch.strided
+        and value.constant is None
+        and not value.is_conj()
+        and not value.is_neg()
+    )
+
+
 def storage_of(value: Tensor) -> tuple[int, int]:
     """Which storage a tensor has, and its bytes."""
-    storage = value.untyped_storage()
-    return storage._cdata, storage.nbytes()
+    return storage_key(value), value.untyped_storage().nbytes()
+
+
+def storage_key(value: Tensor) -> int:
+    """Which storage a tensor has."""
+    key: int = value.untyped_storage()._cdata
+    return key
 
 
 def alike(mode: FakeTensorMode, look: Look, base: Any = None) -> FakeTensor:
