@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from compiled_fsdp.eager.optimizer_steps import watched
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.torch_private.groups import lone_store
+from compiled_fsdp.wire.runs import told_of_runs
 from compiled_fsdp.wire.timed import BACKEND
 from compiled_fsdp.wire.world import World, timed_world
 
@@ -45,7 +46,7 @@ def simulated(run: Callable[[], None], world: World, skip: int, most: int) -> tu
         SimulationError: too few steps were made.
     """
     steps = Steps(world, skip, most)
-    with as_rank(world), watched(steps):
+    with as_rank(world), watched(steps), told_of_runs(steps.before_graph):
         steps.probe.watch()
         try:
             run()

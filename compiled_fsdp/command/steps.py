@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from compiled_fsdp.inspection import measured
 from compiled_fsdp.ir.flops import formulas
 from compiled_fsdp.options import now
 from compiled_fsdp.torch_private.tracing import is_profiling
+from compiled_fsdp.eager.held import held_gradients
 from compiled_fsdp.wire.runs import all_runs
 
 from .found import Found, Kind, Memory
@@ -40,6 +42,7 @@ ITS_OWN = (
     "counted; a larger --skip looks at later steps"
 )
 LAST = "compiled_fsdp::last step left out"
+HELD = "gradients of before"  # of what a peak consists of
 
 
 class SimulationError(Exception):
@@ -185,6 +188,22 @@ class Steps:
         self.ends: list[tuple[float, int]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.probe = Probe(skip)
+        self.held: dict[str, int] = {}
+
+    def before_graph(self, record: str) -> None:
+        """A graph starts to run: note what gradients take, at most, before it in any step but the
+        first, which may begin with none that later ones begin with.
+        """
+        if self.ends:
+            self.held[record] = max(self.held.get(record, 0), held_gradients(self._params()))
+
+    def record_of(self, text: str) -> GraphRecord:
+        """A graph, with those gradients in its peak."""
+        record, held = GraphRecord.parse(text), self.held.get(text, 0)
+        if not held:
+            return record
+        kinds = {**record.peak_kinds, HELD: held}
+        return replace(record, peak=record.peak + held, peak_kinds=kinds)
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """After a step of any optimizer.
@@ -215,15 +234,17 @@ class Steps:
         """Whether an accelerator computes; parameters may be on the host."""
         return torch.accelerator.is_available() and torch.accelerator.max_memory_allocated() > 0
 
+    def _params(self) -> list[torch.Tensor]:
+        return [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
+
     def memory(self) -> Memory:
         """What the optimizers hold, and what a step needs beside it."""
-        params = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
         states = [v for o in self.optimizers for state in o.state.values() for v in state.values()]
-        records = [GraphRecord.parse(run.record) for run in all_runs() if run.last > self.began]
+        records = [self.record_of(run.record) for run in all_runs() if run.last > self.began]
         largest = max(records, key=lambda record: record.peak, default=None)
         on_device = self._is_on_device
         return Memory(
-            parameters=_bytes(params),
+            parameters=_bytes(self._params()),
             optimizer=_bytes(states),
             peak=None if on_device else self.probe.peak,
             device_peak=torch.accelerator.max_memory_allocated() if on_device else None,

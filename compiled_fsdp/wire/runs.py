@@ -4,9 +4,14 @@ cache or cold.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from compiled_fsdp.options import now
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +29,7 @@ class Run:
 
 
 _runs: dict[str, Run] = {}
+_told: list[Callable[[str], None]] = []  # of each run that starts
 
 
 def note_run(record: str) -> None:
@@ -35,6 +41,18 @@ def note_run(record: str) -> None:
         run = _runs[record] = Run(record)
     run.count += 1
     run.last = now()
+    for tell in _told:
+        tell(record)
+
+
+@contextmanager
+def told_of_runs(tell: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `tell` is called with its record whenever a graph starts to run."""
+    _told.append(tell)
+    try:
+        yield
+    finally:
+        _told.remove(tell)
 
 
 def all_runs() -> list[Run]:
