@@ -34,7 +34,7 @@ class Machine:
 
     source: where the numbers come from.
     flops: operations a second of matmuls, by the dtype of their operands; "tf32" is what float32
-        takes where `torch.set_float32_matmul_precision` allows it.
+        takes where `torch.set_float32_matmul_precision` allows it, "float8" stands for all of them.
     memory_bytes, memory_bandwidth: of a device, in bytes and bytes a second.
     host_bandwidth: bytes a second between a device and its host's memory, each way; what planning
         assumes of any, where a file does not say it.
@@ -51,6 +51,13 @@ class Machine:
     link_bandwidth: float
     network_bandwidth: float
     host_bandwidth: float = HOST_BANDWIDTH
+
+    @property
+    def peak_flops(self) -> float:
+        """What a step's operations are compared with: those of the dtype that most are trained in,
+        as usual, not of what has fewer bits.
+        """
+        return self.flops.get("bfloat16", self.flops["float32"])
 
     def costs(self, efficiency: float) -> Costs:
         """What computing and communicating cost on it, where kernels reach that share of peaks."""
@@ -86,13 +93,21 @@ class PublishedCosts(Costs):
         return Link(wire.latency, wire.bandwidth, issue=wire.issue)
 
     def rate(self, node: Node) -> float:
-        """By the dtype of what is multiplied."""
+        """By the dtype of what is multiplied: the narrowest of what is read, since scales, biases
+        and sums of attention may be wider. Where the file does not name it: of what has fewer bits
+        than bfloat16, that of bfloat16, and of others that of float32.
+        """
         values = [n.meta.get("val") for n in node.all_input_nodes]
         dtypes = [v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
-        name = str(dtypes[-1]).removeprefix("torch.") if dtypes else "float32"
+        dtype = min(dtypes, key=lambda each: each.itemsize, default=torch.float32)
+        name = str(dtype).removeprefix("torch.")
+        if dtype.itemsize == 1:
+            name = "float8"
         if name == "float32" and torch.get_float32_matmul_precision() != "highest":
             name = "tf32"
-        return dict(self.rates).get(name, self.flops)  # fp32's, where the file names no other
+        rates = dict(self.rates)
+        other = rates.get("bfloat16", self.flops) if dtype.itemsize == 1 else self.flops
+        return rates.get(name, other)
 
 
 def machine_named(name: str) -> Machine:

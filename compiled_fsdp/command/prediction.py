@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_fsdp.compiler.unrun import unrun
-from compiled_fsdp.dump.graph_record import GraphRecord
 from compiled_fsdp.eager.optimizer_steps import watched
 from compiled_fsdp.planning.lifetimes import STATE
 from compiled_fsdp.planning.plan import forced
-from compiled_fsdp.wire.runs import all_runs
+from compiled_fsdp.wire.runs import all_runs, told_of_runs
 
 from .found import head, in_memory, speed
 from .simulate import as_rank
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
+    from compiled_fsdp.dump.graph_record import GraphRecord
     from compiled_fsdp.wire.world import Carried, World
 
     from .found import Memory
@@ -149,7 +149,8 @@ def predicted(
             raise EnoughError
 
     costs = machine.costs(options.efficiency)
-    with unrun() as tally, forced(costs=costs), as_rank(world), watched(after):
+    told = told_of_runs(steps.before_graph)
+    with unrun() as tally, forced(costs=costs), as_rank(world), watched(after), told:
         try:
             run()
         except EnoughError:
@@ -173,7 +174,7 @@ def _summed(
     counts: how often each graph had run at the end of each step.
     flops: the floating-point operations until then.
     """
-    ran = _ran(counts)
+    ran = _ran(steps, counts)
     whole = [record for record, _ in ran if record.kind == "step"]
 
     def total(what: str, kind: str = "") -> float:
@@ -207,7 +208,7 @@ def _summed(
             sum(bucket.sent for bucket in (*r.gathers, *r.reductions)) * n for r, n in ran
         ),
         flops=flops[1] - flops[0],
-        peak_flops=options.peak_flops or max(machine.flops.values()),
+        peak_flops=options.peak_flops or machine.peak_flops,
         memory=memory,
         peak=memory.parameters + max(memory.optimizer - in_graph, 0) + largest.peak,
         tokens=options.tokens,
@@ -218,7 +219,7 @@ def _summed(
     )
 
 
-def _ran(counts: list[dict[str, int]]) -> list[tuple[GraphRecord, int]]:
+def _ran(steps: Steps, counts: list[dict[str, int]]) -> list[tuple[GraphRecord, int]]:
     """The graphs that ran in the second step, and how often.
 
     Raises:
@@ -230,7 +231,7 @@ def _ran(counts: list[dict[str, int]]) -> list[tuple[GraphRecord, int]]:
             "one that is predicted: let it run longer"
         )
     ran = [
-        (GraphRecord.parse(record), count - counts[0].get(record, 0))
+        (steps.record_of(record), count - counts[0].get(record, 0))
         for record, count in counts[1].items()
     ]
     ran = [(record, count) for record, count in ran if count > 0 and record.predicted]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .asked import ENVIRONMENT, AskedError, axis_of, plan_of
+from .machines import machine_named
 from .script import say
 
 if TYPE_CHECKING:
@@ -57,12 +58,23 @@ def sweep(options: argparse.Namespace) -> int:
         say(f"{len(rows) + 1}: {', '.join(f'{k}={v}' for k, v in chosen.items())}")
         sys.stdout.flush()
         rows.append({"chosen": chosen, **_measured(options, chosen)})
-    best = choose(rows, options.memory_limit)
-    say(table(rows, best, is_predicted=options.machine is not None))
-    say(_advice(best, options))
+    limit = limit_of(options)
+    best = choose(rows, limit)
+    say(table(rows, best, limit, is_predicted=options.machine is not None))
+    say(_advice(best, limit, options))
     if options.json is not None:
         options.json.write_text(json.dumps({"rows": rows, "best": best}, indent=1))
     return 0 if best is not None else 1
+
+
+def limit_of(options: argparse.Namespace) -> float | None:
+    """How many bytes a combination may take: as was asked, or what the machine has that is
+    predicted; None for any.
+    """
+    if options.memory_limit is not None or options.machine is None:
+        given: float | None = options.memory_limit
+        return given
+    return machine_named(options.machine).memory_bytes
 
 
 def _plan(options: argparse.Namespace, chosen: dict[str, str]) -> dict[str, Any]:
@@ -73,16 +85,21 @@ def _plan(options: argparse.Namespace, chosen: dict[str, str]) -> dict[str, Any]
 
 def choose(rows: list[dict[str, Any]], limit: float | None) -> dict[str, Any] | None:
     """The fastest one that ran, with a peak of no more than `limit` bytes."""
-    fitting = [
-        row
-        for row in rows
-        if row["step_s"] is not None
-        and (limit is None or (row["peak"] is not None and row["peak"] <= limit))
-    ]
+    fitting = [row for row in rows if row["step_s"] is not None and _fits(row, limit)]
     return min(fitting, key=lambda row: row["step_s"], default=None)
 
 
-def table(rows: list[dict[str, Any]], best: dict[str, Any] | None, *, is_predicted: bool) -> str:
+def _fits(row: dict[str, Any], limit: float | None) -> bool:
+    return limit is None or (row["peak"] is not None and row["peak"] <= limit)
+
+
+def table(
+    rows: list[dict[str, Any]],
+    best: dict[str, Any] | None,
+    limit: float | None,
+    *,
+    is_predicted: bool,
+) -> str:
     """A line for each combination; `peak` includes what is at rest."""
     names = list(rows[0]["chosen"])
     widths = {
@@ -100,16 +117,15 @@ def table(rows: list[dict[str, Any]], best: dict[str, Any] | None, *, is_predict
             lines.append(f"{text}  failed: {row['error']}")
             continue
         peak = "not known" if row["peak"] is None else f"{row['peak'] / 1e6:.2f}"
-        mark = "  best" if row is best else ""
+        mark = "  best" if row is best else "" if _fits(row, limit) else "  too large"
         lines.append(
             f"{text}{row['step_s'] * 1e3:>10.2f}{row['exposed_s'] * 1e3:>12.2f}{peak:>12}{mark}"
         )
     return "\n".join(lines)
 
 
-def _advice(best: dict[str, Any] | None, options: argparse.Namespace) -> str:
+def _advice(best: dict[str, Any] | None, limit: float | None, options: argparse.Namespace) -> str:
     if best is None:
-        limit = options.memory_limit
         return "nothing ran" + ("" if limit is None else f" in at most {limit / 1e6:.2f} MB")
     chosen = best["chosen"]
     plan = _plan(options, chosen)

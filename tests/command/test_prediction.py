@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,29 @@ def test_a_step_is_predicted_and_not_computed(
     assert found["memory"]["parameters"] == rest
     assert found["optimizer_s"] == pytest.approx(7 * rest / 3.35e12, rel=1e-2)  # and step counts
     assert found["peak"] >= 3 * rest + max(found["memory"]["by_kind"].values())
+
+
+# Micro-batches; what they leave is asked for between two of them.
+ACCUMULATED = """
+    for batch in range(3):
+        model.set_requires_gradient_sync(batch == 2)
+        call(torch.ones(BATCH, WIDTH)).sum().backward()
+"""
+
+
+def test_gradients_that_wait_are_part_of_the_peak(script: str, tmp_path: Path) -> None:
+    """Those of micro-batches without synchronization are as large as the unsharded parameters, and
+    lie beside every later graph.
+    """
+    alone = _predicted(script, tmp_path)
+    path, text = Path(script), Path(script).read_text()
+    begin = text.index("    out = call")
+    path.write_text(text[:begin] + ACCUMULATED + text[text.index("    assert all(") :])
+    torch._dynamo.reset()
+    found = _predicted(script, tmp_path)
+    assert found["memory"]["by_kind"]["gradients of before"] == NUMEL * 4
+    assert found["peak"] >= alone["peak"] + NUMEL * 4
+    assert "gradients of before" not in alone["memory"]["by_kind"]
 
 
 def test_a_whole_step(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,11 +252,21 @@ def test_rates_are_by_dtype() -> None:
         (torch.bfloat16, 989.4e12),
         (torch.float32, 66.9e12),
         (torch.float64, 66.9e12),
+        (torch.float8_e5m2, 1978.9e12),
     ):
         x = graph.placeholder("x")
         x.meta["val"] = torch.empty(2, 2, dtype=dtype, device="meta")
         node = graph.call_function(torch.ops.aten.mm.default, (x, x))
         assert costs.rate(node) == pytest.approx(rate / 2)
+    # scales, and what attention sums up, are wider than what is multiplied
+    narrow, scale = (graph.placeholder(name) for name in ("a", "s"))
+    narrow.meta["val"] = torch.empty(2, 2, dtype=torch.float8_e4m3fn, device="meta")
+    scale.meta["val"] = torch.empty((), device="meta")
+    scaled = graph.call_function(torch.ops.aten._scaled_mm.default, (narrow, narrow, scale, scale))
+    assert costs.rate(scaled) == pytest.approx(1978.9e12 / 2)
+    old = replace(machine, flops={"bfloat16": 2e12, "float32": 1e12})
+    assert old.costs(1.0).rate(scaled) == 2e12
+    assert machine.peak_flops == 989.4e12  # what MFU is of
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     x = graph.placeholder("y")
@@ -283,11 +317,22 @@ def test_the_best_is_the_fastest_that_fits() -> None:
     assert choose(rows, None) is rows[4]
     assert choose(rows, 25) is rows[2]
     assert choose(rows, 5) is None
-    lines = table(rows, rows[2], is_predicted=True).splitlines()
+    lines = table(rows, rows[2], 25, is_predicted=True).splitlines()
     assert lines[1] == "PREDICTED, nothing was measured"
     assert [line.endswith("best") for line in lines[3:]] == [False, False, True, False, False]
+    assert lines[4].endswith("too large")
     assert lines[6].endswith("failed: no")
-    assert lines[7].endswith("not known")
+    assert lines[7].endswith("not known  too large")
+
+
+def test_what_a_combination_may_take() -> None:
+    """What is asked for, or else the memory of the machine that is predicted."""
+    asked = argparse.Namespace(memory_limit=None, machine=None)
+    assert sweep.limit_of(asked) is None
+    asked.machine = "h100"
+    assert sweep.limit_of(asked) == 80e9
+    asked.memory_limit = 1e9
+    assert sweep.limit_of(asked) == 1e9
 
 
 @pytest.mark.parametrize(
