@@ -119,7 +119,8 @@ class Step:
 
     predicted_*: of the graphs of the last step, without the optimizer and without eager units.
     measured_seconds: from one optimizer step to the next, the median of the last ones.
-    peak: above what is at rest (predicted), or when the profile began (measured).
+    peak: above what is at rest, and gradients that are kept of earlier backwards (predicted), or
+        above what there was when the profile began (measured).
     profiled_*: of one step of the profile, which has a length of its own: profiling costs.
     notes: what keeps that from being a whole, ordinary step.
     routing: of a profile with `record_shapes=True`, where tokens for experts went, if graphs tell

@@ -23,7 +23,7 @@ RESHARD = {
 
 def text_of(e: Explanation) -> str:
     """All of it, in paragraphs."""
-    parts = [_head(e), _units(e.units), _table(e.units), _graphs(e.graphs), _options(e.options)]
+    parts = [_head(e), _units(e.units), _table(e), _graphs(e.graphs), _options(e.options)]
     return "\n\n".join(part for part in (*parts, _step(e), _recompiles(e.recompiles)) if part)
 
 
@@ -76,12 +76,12 @@ def _reasons(units: Iterable[UnitInfo]) -> list[tuple[str, list[str]]]:
     return list(found.items())
 
 
-def _table(units: list[UnitInfo]) -> str:
+def _table(e: Explanation) -> str:
     entries: list[tuple[str, str, str]] = []  # name, what is like another unit's, what is its own
     first: dict[tuple[str, ...], str] = {}
-    for unit in units:
+    for unit in e.units:
         own = "\n".join(f"    {line}" for line in _collectives(unit))
-        alike = (_kept(unit), *(_param(p, unit.name) for p in unit.params), *unit.wire)
+        alike = (_at_rest(unit, e), *(_param(p, unit.name) for p in unit.params), *unit.wire)
         if alike in first:
             entries.append((unit.name, f"as {first[alike]}", own))
         else:
@@ -97,15 +97,33 @@ def _table(units: list[UnitInfo]) -> str:
     return "\n".join(lines)
 
 
-def _kept(unit: UnitInfo) -> str:
+def _at_rest(unit: UnitInfo, e: Explanation) -> str:
     dtype = "/".join(dict.fromkeys(p.dtype for p in unit.params))
     cast = "" if unit.compute_dtype in ("", dtype) else f", computes in {unit.compute_dtype}"
     groups = ", ".join(repr(g) for g in unit.groups)
-    reshard = RESHARD.get(unit.reshard, unit.reshard or "nothing to gather")
     return (
-        f"{_mb(unit.num_bytes)} in {dtype or 'no parameters'}{cast}; {reshard}; {unit.mesh}, "
-        f"group {groups}"
+        f"{_mb(unit.num_bytes)} in {dtype or 'no parameters'}{cast}; {_resharded(unit, e)}; "
+        f"{unit.mesh}, group {groups}"
     )
+
+
+def _resharded(unit: UnitInfo, e: Explanation) -> str:
+    """What becomes of its parameters behind forward: as was asked, or as graphs have it."""
+    asked = RESHARD.get(unit.reshard, unit.reshard or "nothing to gather")
+    gathered_in = {e.graphs[shared.graph].kind for shared in unit.gathers}
+    if unit.reshard != "gather" or not gathered_in:
+        return asked
+    kept = sum(
+        choice["of"] == unit.name and choice["what"] == "keep" and choice["is_kept"]
+        for graph in e.graphs
+        for choice in graph.choices
+    )
+    if gathered_in == {"forward"} and any(graph.kind == "backward" for graph in e.graphs):
+        has_budget = any(option.name.endswith("memory_budget") for option in e.options)
+        or_budget = "memory_budget keeps it, or " if has_budget else ""
+        why = "memory_budget keeps it" if kept else f"{or_budget}backward needs none of it"
+        return f"gathered for forward, not again in backward: {why}"
+    return f"{asked}, but for {kept} that memory_budget keeps" if kept else asked
 
 
 def _param(param: Param, unit: str) -> str:
@@ -251,6 +269,11 @@ def _options(options: list[OptionInfo]) -> str:
     return "\n".join(lines)
 
 
+def _and_retained(graphs: Iterable[GraphInfo]) -> str:
+    is_any = any(graph.retained for graph in graphs)
+    return ", and above the gradients that earlier backwards have kept" if is_any else ""
+
+
 def _step(e: Explanation) -> str:
     step = e.step
     predicted = [
@@ -262,7 +285,9 @@ def _step(e: Explanation) -> str:
         "exposed communication " + _or(_ms(step.predicted_exposed), "not known"),
         "peak "
         + _or(
-            None if step.predicted_peak is None else f"{_mb(step.predicted_peak)} above rest",
+            None
+            if step.predicted_peak is None
+            else f"{_mb(step.predicted_peak)} above rest{_and_retained(e.graphs)}",
             "not known",
         ),
     ]

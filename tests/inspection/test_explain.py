@@ -240,6 +240,27 @@ def test_a_budget_is_consumed():
         assert options_of(explain(run)) == {"Plan.memory_budget": ["fit_budget"]}
 
 
+def test_what_becomes_of_parameters():
+    """As it is in the graphs, where that is not what was asked for."""
+    for budget, told in (
+        (None, "dropped after forward, gathered again in backward"),
+        (1.0, "gathered for forward, not again in backward: memory_budget keeps it, or backward"),
+        (0.5, "gathered for forward, not again in backward: memory_budget keeps it;"),
+    ):
+        with planned(memory_budget=budget, bucket_bytes=0):
+            step(run := compiled(build(reshard_after_forward=True)))
+            found = explain(run)
+        assert told in str(found), (budget, str(found))
+    values = found.as_dict()
+    values["units"][0]["gathers"].append({"graph": 1, "number": 0, "units": ["layers.0"]})
+    values["graphs"][1]["choices"][:] = [
+        choice | {"is_kept": choice["name"] == "layers.0.up.weight"}
+        for choice in values["graphs"][1]["choices"]
+    ]
+    told = "gathered again in backward, but for 1 that memory_budget keeps"
+    assert told in str(Explanation.of_dict(values))
+
+
 def test_consumed_by_the_eager_runtime():
     ignored = nn.Linear(4, 4)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("r", "s"))
