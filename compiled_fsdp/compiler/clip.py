@@ -37,6 +37,7 @@ import torch
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.graph import value
 from compiled_fsdp.ir.schema import SHARD_NORMS
+from compiled_fsdp.torch_private.norms import in_groups
 
 from .scaling import scaled_by
 
@@ -135,7 +136,9 @@ def _by_axes(
     *,
     is_fused: bool,
 ) -> dict[Axes, list[Node]]:
-    """The norm of each parameter on this rank, by the axes over which they are put together."""
+    """The norm of each parameter on this rank, by the axes over which they are put together, those
+    of one dtype behind each other as torch has them.
+    """
     norm = _fused_norm if is_fused else _norm
     place = {name: i for i, name in enumerate(order)}
     own_norms = _fused_norms if is_fused else _norms
@@ -155,8 +158,10 @@ def _by_axes(
                 for size in [size for group, size in axes if group not in by]:
                     own = run(aten.div.Tensor, own, size**0.5)
             shards.append((place[name], own, axes))
+    shards.sort(key=lambda shard: shard[0])
     norms: dict[Axes, list[Node]] = {}
-    for _, own, axes in sorted(shards, key=lambda shard: shard[0]):
+    for at in in_groups([value(own).dtype for _, own, _ in shards], value(shards[0][1]).device):
+        _, own, axes = shards[at]
         norms.setdefault(axes, []).append(own)
     return norms
 

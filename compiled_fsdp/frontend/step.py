@@ -39,7 +39,13 @@ from .optimizers import Optimizers, Told
 from .scaling import Scaling
 from .state import follow_user_below
 from .states_at_rest import bring_home
-from .step_errors import check_gradient, check_trainable, raise_explained, say_compiled_often
+from .step_errors import (
+    check_gradient,
+    check_trainable,
+    look_reduced,
+    raise_explained,
+    say_compiled_often,
+)
 from .step_values import batches, function_of, with_loss, with_own_code
 from .stepped import announce_updated
 
@@ -256,6 +262,8 @@ class Step:
         """What a graph cannot see, and the loop would have done."""
         check_trainable(self._model)
         self._drop_left_over()
+        for unit in self._units:
+            look_reduced(unit)
         params = self._held()
         self.optimizers.check_ready()
         if self.captures is not None:

@@ -19,6 +19,8 @@ from .step_values import what_is_strange
 if TYPE_CHECKING:
     from torch import nn
 
+    from compiled_fsdp.units.unit import Unit
+
 
 def check_trainable(model: nn.Module) -> None:
     """Check, before a step, that a graph can do what the loop would have done here.
@@ -56,6 +58,29 @@ def check_gradient(fqn: str, held: nn.Parameter) -> None:
             f"compile_step: {fqn} has hooks on its gradient, which would not be called: "
             f"it goes from the reduction to the update. Remove them. {LOOP}"
         )
+
+
+def look_reduced(unit: Unit) -> None:
+    """Check, before a step, that a unit keeps no gradients of a backward that has not reduced them;
+    from then on its graphs look for none, until it is told again not to reduce.
+
+    Raises:
+        RuntimeError: it keeps some.
+    """
+    settings = unit.settings
+    if not settings.is_accumulating or settings.is_scheduled or settings.sync != "reduce":
+        return  # what a graph says of the latter two is enough
+    for flat in unit.flats:
+        flat.forget_dropped()
+    if any(flat.retained for flat in unit.flats):
+        raise RuntimeError(
+            f"compile_step: {unit.name} keeps gradients of a backward without synchronization "
+            "(set_requires_gradient_sync(False), no_sync()), which the step would not add. Let a "
+            "backward that reduces come first, and an optimizer.step(), or drop them "
+            "(reset_iter_state() of fully_shard's outermost module, zero_grad() of FSDP1)"
+        )
+    settings.is_accumulating = False
+    unit.publish()
 
 
 def raise_explained(error: BaseException, name: str, num_batches: int) -> None:

@@ -239,15 +239,17 @@ class CalledTwice(nn.Module):
 
 
 class TwoDtypes(nn.Module):
-    """A unit whose parameters are of bf16, between others of fp32."""
+    """A unit whose parameters are of bf16, between others of fp32, which come in two places."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(6, 33), nn.Linear(33, 3)
+        self.first = nn.Linear(6, 33)
         self.low = nn.Linear(33, 33).bfloat16()
+        self.middle, self.last = nn.Linear(33, 33), nn.Linear(33, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.low(torch.tanh(self.first(x)).bfloat16()).float())
+        low = self.low(torch.tanh(self.first(x)).bfloat16())
+        return self.last(torch.tanh(self.middle(low.float())))
 
 
 class Branches(nn.Module):

@@ -218,9 +218,23 @@ def that_raises(whole: bool) -> tuple[list[Any], int]:
     return this.state(), 4  # kinds of batches
 
 
+def behind_accumulation(whole: bool) -> tuple[list[Any], int]:
+    """Steps of two micro-batches by hand, the first without communication, before and between."""
+    this = Trained(whole)
+    for i in range(4):
+        if i in (0, 2):
+            for last in (False, True):
+                this.model.set_requires_gradient_sync(last)
+                mse(this.model, *batch(20 + 2 * i + last)).backward()
+            this.optimizer.step()
+            this.optimizer.zero_grad()
+        this(*batch(i))
+    return this.state(), 1
+
+
 SCRIPTS = (
     *(frozen_in_turn, two_that_oppose, kept_in_a_list, with_metrics, with_names, alone_in_a_tuple),
-    that_raises,
+    *(that_raises, behind_accumulation),
 )
 
 
@@ -236,6 +250,27 @@ def compare(script: Callable[[bool], tuple[list[Any], int]]) -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_scripts(two: Pool, script: Callable[..., Any]) -> None:
     two.run(compare, script, timeout=SLOW)
+
+
+def kept_gradients() -> None:
+    """Of a backward that has not reduced them; `zero_grad` leaves them, as in stock."""
+    this = Trained(True)
+    this(*batch(0))
+    this.model.set_requires_gradient_sync(False)
+    mse(this.model, *batch(1)).backward()
+    this.model.set_requires_gradient_sync(True)
+    this.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="compile_step: 0 keeps gradients of a backward without"):
+        this(*batch(2))
+    this.model.reset_iter_state()
+    this(*batch(2))
+    this.model.set_requires_gradient_sync(False)
+    with pytest.raises(NotImplementedError, match="are not reduced in every backward"):
+        this(*batch(3))
+
+
+def test_kept_gradients(two: Pool) -> None:
+    two.run(kept_gradients)
 
 
 def metrics_of_batches() -> None:
