@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_fsdp.errors import shortened, warn_once
-from compiled_fsdp.ir.graph import op_name
+from compiled_fsdp.ir.graph import erase_all, op_name
 from compiled_fsdp.ir.meta import traced_value
 from compiled_fsdp.ir.repeats import LEAST_TIMES
 from compiled_fsdp.ir.subgraphs import UNIT
@@ -68,6 +68,8 @@ def outline_units(gm: GraphModule, written: set[int], *, writes_parameters: bool
     if why:
         _say(f"a graph of sharded units is compiled as it stands: {why}")
         return
+    # of modules that a forward makes, `nn.Softmax(-1)(x)` say: yields nothing, decides nothing
+    erase_all(node for node in gm.graph.nodes if op_name(node.target) == "_log_api_usage_once")
     hoist_from_checkpoints(gm)
     calls, lead_out = calls_in(gm.graph), that_lead_out(gm.graph)
     if isinstance(plan.regions, tuple):

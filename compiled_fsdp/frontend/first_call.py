@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 # What torch says of an operation with a sharded tensor that it cannot do; tried on 2.11 to 2.15.
 CAST = "are gathered in mp_policy.param_dtype"
 OF_DTENSOR = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
+EITHER = "With tensor parallelism that is either"
 OF_SHARDING = "Sharding propagation failed"  # without a plain tensor: its own rules do not allow it
 
 
@@ -134,6 +135,8 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
     is_parallel = any(param.full for u in units for param in u.params)  # the user has DTensors, too
     if not is_mixed and (OF_SHARDING not in text or is_parallel):
         return
+    if EITHER in text:
+        return  # a unit inside has said it
     others = [u.name for u in units if u is not unit]
     strays = _of_no_unit(units)
     how = "with a plain tensor" if is_mixed else f"as DTensor cannot ({text.splitlines()[0]})"
@@ -151,6 +154,8 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
             "has put in the place of the units' own, and nothing gathers these. Put full tensors "
             "there, as full_tensor() makes them; gradients by these are each rank's own"
         ) from error
+    if is_parallel:
+        _raise_of_either(error, unit)
     if not others:
         raise RuntimeError(
             f"{told}: no other unit has any, so it is one that state_dict() gave, or that was kept "
@@ -161,6 +166,19 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
         f"{told}: one of another unit ({shortened(others)}), "
         "whose own forward is not running. Give both modules to one call, fully_shard([a, b]), or "
         "call unshard() on the other before and reshard() after it"
+    ) from error
+
+
+def _raise_of_either(error: RuntimeError, unit: Unit) -> NoReturn:
+    """Where gathered parameters, and activations, are DTensors of the user's own."""
+    lines = str(error).splitlines()
+    said = next((line for line in lines if any(words in line for words in OF_DTENSOR)), lines[0])
+    raise RuntimeError(
+        f"{unit.name}: {said.strip()} {EITHER} an "
+        "activation that is a DTensor beside one that is plain: make both the same in the plan of "
+        "parallelize_module (use_local_output, PrepareModuleInput), or by to_local() or "
+        "distribute_tensor. Or the forward used a parameter of another unit, which is sharded at "
+        "that moment: give both modules to one call, fully_shard([a, b])"
     ) from error
 
 

@@ -121,7 +121,8 @@ class FullyShardedDataParallel(Called, AtRest):
 
     def _fsdp_before_call(self, *, is_compiled: bool, is_traced: bool = False) -> None:
         """What stock does before forward, and what the core does."""
-        stock.lazy_init(self, self)
+        with torch.inference_mode(mode=False):  # makes memory that later calls write to
+            stock.lazy_init(self, self)
         state: State = self._fsdp_state
         if self._is_root and not in_backward():
             state.runtime.tree.recover()

@@ -103,6 +103,8 @@ class Layer(nn.Module):
 def of_constants(odd: str, y: Tensor, calls: Tensor) -> Tensor:
     if odd == "buffer behind":
         return y * (calls + 1.0)
+    if odd == "makes a module":  # which torch notes in the graph
+        return nn.Softmax(-1)(y)
     if odd == "complex":
         return torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2))) * 1j).flatten(-2)
     if "constants" in odd:  # as caches of Hugging Face's models begin
@@ -252,6 +254,7 @@ class Case:
 OFF = ("eager", "off")
 COSTS = (("costs", assumed("cpu")), ("prefetch", "auto"), ("reduces_in_flight", "auto"))
 CASES = {
+    "a module that forward makes": Case(odd="makes a module", beside=("eager",)),
     "plain": Case(beside=OFF),
     "kept in bf16": Case(
         reshard=False, policy=Policy(torch.bfloat16, torch.float32), starts=((4, 0), (0, 4))

@@ -424,3 +424,30 @@ def after_exception(kind: str, use_orig_params: bool) -> None:
 def test_an_exception_in_forward(two: Pool, kind: str) -> None:
     two.run(after_exception, kind, True)
     two.run(after_exception, kind, False)
+
+
+def test_evaluated_first(two: Pool) -> None:
+    two.run(evaluated_first)
+
+
+def evaluated_first() -> None:
+    """In inference mode, before anything else: what the first forward makes is written to when the
+    model is trained, and when it is saved. Stock fails at the first training step.
+    """
+    for use_orig_params in (True, False):
+        wanted, found = (
+            after_evaluation(mode, use_orig_params)
+            for mode in (torch.no_grad, torch.inference_mode)
+        )
+        check_equal(found, wanted, f"{use_orig_params=}")
+
+
+def after_evaluation(mode: Any, use_orig_params: bool) -> list[Any]:
+    api = Api("eager")
+    model = api.blocks(use_orig_params=use_orig_params)
+    with mode():
+        model(batch())
+    optimizer = adam(model)
+    loss = train_step(model)
+    optimizer.step()
+    return [loss, full(api, model), plain(model.state_dict())]

@@ -31,7 +31,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -719,6 +721,36 @@ def of_another_unit() -> None:
     model.reset_iter_state()
     out = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(batch())
     assert torch.allclose(out, reference(batch()), atol=1e-6), "in a graph what is read is gathered"
+
+
+class AddsBoth(nn.Module):
+    """Its norm yields DTensors, as `SequenceParallel` has it, and its input is plain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x) + self.norm(x)
+
+
+def test_an_activation_that_is_a_dtensor(two: Pool) -> None:
+    two.run(an_activation)
+
+
+def an_activation() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(
+        nn.Sequential(AddsBoth()), mesh["tp"], {"0.norm": SequenceParallel()}
+    )
+    for unit in (model[0], model):
+        fully_shard(unit, mesh=mesh["dp"])
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 4, 6))
+    said = str(caught.value)
+    assert said.startswith("0: aten.add.Tensor got mixed torch.Tensor and DTensor")
+    assert "an activation that is a DTensor beside one that is plain" in said
+    assert "used a parameter of another unit" in said
 
 
 class ReadsItsState(nn.Linear):
