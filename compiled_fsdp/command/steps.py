@@ -19,11 +19,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.dump.graph_record import GraphRecord
+from compiled_fsdp.eager.held import held_gradients
 from compiled_fsdp.inspection import measured
 from compiled_fsdp.ir.flops import formulas
 from compiled_fsdp.options import now
 from compiled_fsdp.torch_private.tracing import is_profiling
-from compiled_fsdp.eager.held import held_gradients
 from compiled_fsdp.wire.runs import all_runs
 
 from .found import Found, Kind, Memory

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.torch_private.dtensors import local_tensor
-
 from compiled_fsdp.units.registered import UNITS
 
 if TYPE_CHECKING:
