@@ -35,6 +35,8 @@ def held_gradients(params: Iterable[Tensor]) -> int:
 
 def _gradients(flat: FlatBuffer) -> Iterator[Tensor]:
     yield from flat.retained.values()
+    if flat.unit.offload is not None:
+        return  # those that are reduced are on the host
     for param in flat.params:
         for held in (param.sharded, *param.held_as):
             if held.grad is not None:
