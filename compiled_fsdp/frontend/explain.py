@@ -13,6 +13,7 @@ from compiled_fsdp.errors import named
 from compiled_fsdp.inspection import measured
 from compiled_fsdp.inspection.collect import Ran, collect
 from compiled_fsdp.inspection.explanation import Explanation, OptionInfo
+from compiled_fsdp.ir.collectives import OF_REDUCTIONS
 from compiled_fsdp.planning.plan import options as plan_options
 from compiled_fsdp.torch_private.compiled import uncompiled
 from compiled_fsdp.units.unit import original_class
@@ -90,11 +91,12 @@ def _judged(option: OptionInfo, units: Sequence[Unit], runs: list[Ran]) -> Optio
     """
     if option.consumers:
         return option
-    names = [
-        u.name
-        for u in units
-        if u.name in option.units and _has_trained(u, u.options, option.name, runs)
-    ]
+    asked = [u for u in units if u.name in option.units]
+    if asked and option.name in OF_REDUCTIONS:
+        asked = [u for u in asked if any(p.sharded.requires_grad for p in u.params)]
+        if not asked:
+            return replace(option, idle="no parameter there requires a gradient")
+    names = [u.name for u in asked if _has_trained(u, u.options, option.name, runs)]
     is_of_plan = not option.units and any(
         _has_trained(u, plan_options, option.name, runs) for u in units
     )

@@ -104,6 +104,7 @@ class OptionInfo:
     decision from it.
 
     unused: what is to be said if a step has run since, and none did; else "".
+    idle: why none has to: what the option is about does not happen in these units; else "".
     """
 
     name: str
@@ -111,6 +112,7 @@ class OptionInfo:
     units: list[str]
     consumers: list[str]
     unused: str = ""
+    idle: str = ""
 
 
 @dataclass(frozen=True, slots=True)

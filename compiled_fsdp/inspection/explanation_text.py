@@ -262,9 +262,9 @@ def _options(options: list[OptionInfo]) -> str:
         if option.unused:
             lines.append(f"  {option.unused}: changed nothing, although a step has run since")
             continue
+        nothing = f"consumed by nothing{f', {option.idle}' if option.idle else ' yet'}"
         lines.append(
-            f"  {option.name}={option.value}{units}: "
-            f"{', '.join(option.consumers) or 'consumed by nothing yet'}"
+            f"  {option.name}={option.value}{units}: {', '.join(option.consumers) or nothing}"
         )
     return "\n".join(lines)
 

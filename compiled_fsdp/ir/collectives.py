@@ -52,12 +52,15 @@ def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Val
 
 
 # The user's options that decide how a parameter is gathered, and what becomes of its gradient.
-OPTIONS = (
+OF_GATHERS = (
     "mesh",
     "mp_policy.param_dtype",
     "offload_policy",
     "set_custom_all_gather",
     "set_symm_mem_for_comm",
+    "gather_quantized",
+)
+OF_REDUCTIONS = (
     "mp_policy.reduce_dtype",
     "set_separate_reduce_scatter_group",
     "set_requires_gradient_sync",
@@ -66,9 +69,9 @@ OPTIONS = (
     "set_gradient_divide_factor",
     "set_force_sum_reduction_for_comms",
     "set_all_reduce_hook",
-    "gather_quantized",
     "reduce_quantized",
 )
+OPTIONS = (*OF_GATHERS, *OF_REDUCTIONS)
 
 
 def from_host(run: Run, x: Value, spec: ParamSpec) -> Value:

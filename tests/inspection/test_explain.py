@@ -355,6 +355,31 @@ def test_unused_options_raise():
     explain(model, strict=True)  # the plan of now sets nothing that is unused
 
 
+def test_what_concerns_gradients_of_frozen_units_is_not_unused():
+    """One policy for all units, as with LoRA, and some of them wholly frozen: that their gradients
+    would be reduced in fp32 is no mistake; it is said, in the graph and before it.
+    """
+    model = build(mp_policy=BF16)
+    for module in (model.layers[1], model.unused, model.head):
+        module.requires_grad_(False)
+    model.set_requires_all_reduce(False)  # without a replicate axis, this is one
+    says = "consumed by nothing, no parameter there requires a gradient"
+    for run in (model, compiled(model)):
+        step(run)
+        with pytest.raises(UnusedOptionError) as raised:
+            explain(run, strict=True)
+        assert "reduce_dtype" not in str(raised.value)
+        assert "set_requires_all_reduce=False of layers.0, layers.2 (" in str(raised.value)
+        (found,) = [
+            option
+            for option in raised.value.explanation.options
+            if option.name == "mp_policy.reduce_dtype" and "layers.1" in option.units
+        ]
+        assert not found.unused
+        line = f"  mp_policy.reduce_dtype=torch.float32 of {', '.join(found.units)}: {says}\n"
+        assert line in str(raised.value.explanation)
+
+
 def test_an_option_set_since_the_last_step_is_not_unused():
     model = build()
     step(model)
