@@ -5,16 +5,50 @@ that the script reads, as text.
 from __future__ import annotations
 
 import ast
+import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.planning.plan import ASKED, Plan
+
+if TYPE_CHECKING:
+    import argparse
 
 ENVIRONMENT = "env:"
 
 
 class AskedError(ValueError):
     """An option of the command line that cannot be."""
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Before anything runs: numbers, folders to write to, and what says nothing by itself.
+
+    Raises:
+        AskedError: an option of `simulate` cannot be, or would be ignored.
+    """
+    for name in ("json", "report"):
+        path = getattr(options, name)
+        if path is not None and not path.parent.is_dir():
+            raise AskedError(f"--{name} {path}: there is no folder {path.parent}; make it first")
+    for name, least, what in (("skip", 0, "leave out"), ("steps", 1, "time")):
+        if (value := getattr(options, name)) < least:
+            raise AskedError(
+                f"--{name} {value}; should be how many steps to {what}, {least} or more"
+            )
+    for name in ("tokens", "peak_flops", "efficiency", "memory_limit"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            option = name.replace("_", "-")
+            raise AskedError(f"--{option} {value:g}; should be a number above 0")
+    if options.efficiency > 1:
+        raise AskedError(
+            f"--efficiency {options.efficiency:g}; should be a part of a machine's peaks, at most 1"
+        )
+    if options.efficiency != 1 and not options.machine:
+        raise AskedError("--efficiency: what is measured here has its own; pass --machine, too")
+    if options.memory_limit is not None and not options.sweep:
+        raise AskedError("--memory-limit: it is about what a sweep may choose; pass --sweep, too")
 
 
 def plan_of(text: str) -> dict[str, Any]:

@@ -8,12 +8,12 @@ bytes that it reads and writes.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_fsdp.compiler.unrun import unrun
+from compiled_fsdp.compiler.unrun import Tally, unrun
 from compiled_fsdp.eager.optimizer_steps import watched
 from compiled_fsdp.planning.lifetimes import STATE
 from compiled_fsdp.planning.plan import forced
@@ -21,7 +21,7 @@ from compiled_fsdp.wire.runs import all_runs, told_of_runs
 
 from .found import head, in_memory, speed
 from .simulate import as_rank
-from .steps import EnoughError, SimulationError, Steps
+from .steps import NO_STEP, EnoughError, SimulationError, Steps
 
 if TYPE_CHECKING:
     import argparse
@@ -136,7 +136,7 @@ def predicted(
         SimulationError: it has made no two steps, or has no compiled graph of ours.
     """
     steps, counts = Steps(world, skip=0), list[dict[str, int]]()
-    flops: list[float] = []
+    tallies: list[Tally] = []
 
     def after(optimizer: torch.optim.Optimizer) -> None:
         before = len(steps.ends)
@@ -144,7 +144,7 @@ def predicted(
         if len(steps.ends) == before:
             return
         counts.append({r.record: r.count for r in all_runs() if r.last > steps.began})
-        flops.append(tally.flops)
+        tallies.append(replace(tally))
         if len(counts) == LAST:
             raise EnoughError
 
@@ -158,13 +158,13 @@ def predicted(
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise
-        return _summed(steps, counts, flops, world, machine, options)
+        return _summed(steps, counts, tallies, world, machine, options)
 
 
 def _summed(
     steps: Steps,
     counts: list[dict[str, int]],
-    flops: list[float],
+    tallies: list[Tally],
     world: World,
     machine: Machine,
     options: argparse.Namespace,
@@ -172,7 +172,7 @@ def _summed(
     """What the second step takes.
 
     counts: how often each graph had run at the end of each step.
-    flops: the floating-point operations until then.
+    tallies: what graphs had done until then.
     """
     ran = _ran(steps, counts)
     whole = [record for record, _ in ran if record.kind == "step"]
@@ -181,12 +181,15 @@ def _summed(
         found = [(r.predicted, n) for r, n in ran if kind in ("", r.kind)]
         return sum(p[what] * n for p, n in found if p is not None)
 
+    # graphs with nothing of ours, which have no record
+    other = {name: value - getattr(tallies[0], name) for name, value in asdict(tallies[1]).items()}
     memory = steps.memory()
     largest = max((record for record, _ in ran), key=lambda r: r.peak)
     memory.by_kind = largest.peak_kinds
     in_graph, on_host = _states(largest)
+    params, states = memory.parameters - memory.hosted, memory.optimizer - memory.hosted_states
     # reads parameters, states and gradients, and writes the first two
-    moved = 2 * (memory.parameters + memory.optimizer) + memory.parameters
+    moved = max(2 * (params + states) + params, 0)
     # in the graph of a whole step, it is a part of that
     optimizer_s = 0.0 if whole else moved / (machine.memory_bandwidth * options.efficiency)
     return Predicted(
@@ -196,24 +199,25 @@ def _summed(
         wires=[world.network] if world.ranks_per_node == 1 else [world.link, world.network],
         machine=machine,
         efficiency=options.efficiency,
-        step_s=total("total") + optimizer_s,
-        exposed_s=total("exposed"),
+        step_s=total("total") + other["total"] + optimizer_s,
+        exposed_s=total("exposed") + other["exposed"],
         forward_s=total("total", "forward"),
         backward_s=total("total", "backward"),
         optimizer_s=optimizer_s,
-        wire_s=total("wire"),
+        wire_s=total("wire") + other["wire"],
         to_host_s=total("to_host"),
         from_host_s=total("from_host"),
-        sent_bytes=sum(
-            sum(bucket.sent for bucket in (*r.gathers, *r.reductions)) * n for r, n in ran
-        ),
-        flops=flops[1] - flops[0],
+        sent_bytes=total("sent") + other["sent"],
+        flops=tallies[1].flops - tallies[0].flops,
         peak_flops=options.peak_flops or machine.peak_flops,
         memory=memory,
-        peak=memory.parameters + max(memory.optimizer - in_graph, 0) + largest.peak,
+        peak=params + memory.frozen + max(states - in_graph, 0) + largest.peak,
         tokens=options.tokens,
         notes=[
             *_on_host(on_host),
+            *_offloaded(memory),
+            *_without_backward(ran),
+            *_of_others(other["graphs"], other["total"]),
             *_outside(world.carried[steps.ends[0][1] : steps.ends[1][1]]),
         ],
     )
@@ -225,6 +229,8 @@ def _ran(steps: Steps, counts: list[dict[str, int]]) -> list[tuple[GraphRecord, 
     Raises:
         SimulationError: there was none that trains, or no such step.
     """
+    if not counts:
+        raise SimulationError(NO_STEP)
     if len(counts) < LAST:
         raise SimulationError(
             f"the script ended after {len(counts)} steps of its optimizer, and the second is the "
@@ -260,6 +266,41 @@ def _on_host(num_bytes: int) -> list[str]:
     return [
         f"of the states of optimizers, {num_bytes / 1e6:.2f} MB rest on the host between updates; "
         "the peak counts what is on the device"
+    ]
+
+
+def _offloaded(memory: Memory) -> list[str]:
+    """What `CPUOffloadPolicy` does to a step, where a CPU says what it computes."""
+    if not memory.hosted:
+        return []
+    return [
+        f"shards of {memory.hosted / 1e6:.2f} MB, and {memory.hosted_states / 1e6:.2f} MB of "
+        "states of optimizers, rest on the host (CPUOffloadPolicy): the peak leaves them out. "
+        "Their copies to the device, those of gradients to the host, and the host's optimizer are "
+        "not predicted"
+    ]
+
+
+def _of_others(number: int, seconds: float) -> list[str]:
+    """What graphs without sharded parameters add."""
+    if not number:
+        return []
+    return [
+        f"{seconds * 1e3:.2f} ms of the step are {number} compiled graphs without sharded "
+        "parameters, which count neither as forward nor as backward, and not in the peak"
+    ]
+
+
+def _without_backward(ran: list[tuple[GraphRecord, int]]) -> list[str]:
+    """Forwards that no backward has followed, as of an evaluation between two steps."""
+    forwards, backwards = (
+        sum(n for record, n in ran if record.kind == kind) for kind in ("forward", "backward")
+    )
+    if forwards <= backwards:
+        return []
+    return [
+        f"{forwards - backwards} of {forwards} forward graphs of the step ran without a backward, "
+        "such as those of an evaluation: the step counts them, their wires and operations"
     ]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from compiled_fsdp.ir.printer import printable
 
@@ -14,13 +16,28 @@ if TYPE_CHECKING:
 
 
 def is_there(script: str, *, is_module: bool, command: str) -> bool:
-    """Whether there is such a file; if not, it is said."""
-    if is_module or Path(script).is_file():
+    """Whether there is such a file, or such a module here or installed; if not, it is said."""
+    if is_module:
+        if _has_module(script):
+            return True
+        what = f"module {script!r}, here or installed. For a file, leave -m out"
+    elif Path(script).is_file():
         return True
-    sys.stderr.write(
-        f"python -m compiled_fsdp {command}: there is no file {script!r}. For a module, say -m\n"
-    )
+    else:
+        what = f"file {script!r}. For a module, say -m"
+    sys.stderr.write(f"python -m compiled_fsdp {command}: there is no {what}\n")
     return False
+
+
+def _has_module(name: str) -> bool:
+    """Whether Python finds it, also in the working directory, where `run_script` looks first; of
+    packages, those above it are imported.
+    """
+    with mock.patch.object(sys, "path", ["", *sys.path]):
+        try:
+            return importlib.util.find_spec(name) is not None
+        except (ModuleNotFoundError, ValueError):
+            return False
 
 
 def say(text: str) -> None:

@@ -129,7 +129,7 @@ def _timed_groups(world: World) -> Iterator[None]:
         dist.init_process_group: _timed(dist.init_process_group, here),
         dist.new_group: _timed(dist.new_group, fixed),
         dist.monitored_barrier: lambda group=None, *_, **__: dist.barrier(group),
-        **{vars(dcp)[name]: _not_saved for name in ("save", "async_save")},
+        **{vars(dcp)[name]: _not_saved for name in ("save", "async_save", "save_state_dict")},
         **{
             fn: _from_here(fn, world.rank)
             for fn in (

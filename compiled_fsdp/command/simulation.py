@@ -16,7 +16,7 @@ from compiled_fsdp.inspection.report.page import write_report
 from compiled_fsdp.planning.plan import forced
 from compiled_fsdp.wire.world import Wire, World
 
-from .asked import AskedError, plan_of
+from .asked import AskedError, check_options, plan_of
 from .machines import Machine, machine_named
 from .prediction import predicted
 from .replacement import replace_stock
@@ -123,6 +123,7 @@ def simulate(options: argparse.Namespace) -> int:
     if not is_there(options.script, is_module=options.is_module, command="simulate"):
         return 2
     try:
+        check_options(options)
         if options.sweep:
             return sweep(options)
         machine = machine_named(options.machine) if options.machine else None
@@ -138,8 +139,6 @@ def simulate(options: argparse.Namespace) -> int:
 
 def _one(options: argparse.Namespace, machine: Machine | None) -> Found | Predicted:
     world = world_of(options, machine)
-    if options.steps < 1:
-        raise AskedError(f"--steps {options.steps}; should be how many steps to time, 1 or more")
 
     def run() -> None:
         run_script(options.script, options.arguments, is_module=options.is_module)
@@ -179,10 +178,15 @@ def world_of(options: argparse.Namespace, machine: Machine | None) -> World:
     if options.network is None and machine is None:
         raise AskedError("--network says how fast nodes reach each other: pass it, or --machine")
     share = options.efficiency if machine else 1.0
-    network = options.network or (machine.network_bandwidth * share if machine else 0.0)
-    link = options.link or (machine.link_bandwidth * share if machine else network)
+    network, link = options.network, options.link
+    if network is None:
+        network = machine.network_bandwidth * share if machine else 0.0
+    if link is None:
+        link = machine.link_bandwidth * share if machine else network
     latency = 2e-5 if options.latency is None else options.latency
-    each = options.gpus_per_node or (machine.devices_per_node if machine else 1)
+    each = options.gpus_per_node
+    if each is None:
+        each = machine.devices_per_node if machine else 1
     try:
         return World(
             options.world,

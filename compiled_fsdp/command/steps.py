@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.dump.graph_record import GraphRecord
-from compiled_fsdp.eager.held import held_gradients
+from compiled_fsdp.eager.held import gradients_that_stay, held_gradients, rest_of_new_units
 from compiled_fsdp.inspection import measured
 from compiled_fsdp.ir.flops import formulas
 from compiled_fsdp.options import now
@@ -29,7 +29,7 @@ from compiled_fsdp.wire.runs import all_runs
 from .found import Found, Kind, Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from compiled_fsdp.wire.world import Carried, World
 
@@ -42,6 +42,10 @@ ITS_OWN = (
     "counted; a larger --skip looks at later steps"
 )
 LAST = "compiled_fsdp::last step left out"
+NO_STEP = (
+    "the script ended and no torch optimizer has stepped in this process: let it train, as the one "
+    "rank that it is. One that starts its ranks itself (mp.spawn) has to be written for torchrun"
+)
 HELD = "gradients of before"  # of what a peak consists of
 
 
@@ -69,12 +73,14 @@ class Probe:
         self._patches: list[Any] = []
         self._theirs: list[Any] = []  # that are prepared, or on
         self._is_starting = False
+        self._stay: Callable[[], int] = lambda: 0
 
-    def after(self, number: int) -> None:
-        """After so many steps."""
+    def after(self, number: int, params: Iterable[torch.Tensor] = ()) -> None:
+        """After so many steps of these parameters."""
         if self.skip <= PROFILED:
             return
         if number == self.skip - PROFILED:
+            self._stay = gradients_that_stay(params)
             self._start()
         if number == self.skip - 1 and self.profile is not None:
             self._last = torch.profiler.record_function(LAST)
@@ -134,7 +140,8 @@ class Probe:
             self._last = None
         if self.profile is not None and self.profile.profiler.kineto_results is None:
             self.profile.stop()
-            self.peak = measured.peak(self.profile, "cpu")
+            peak = measured.peak(self.profile, "cpu")  # above what there was as it began
+            self.peak = None if peak is None else peak + self._stay()
             self.flops, uncounted = flops_in(self.profile)
             if uncounted:
                 self.notes.append(f"operations of {', '.join(sorted(uncounted))} were not counted")
@@ -148,16 +155,29 @@ def flops_in(profile: Any) -> tuple[float, set[str]]:
     """
     events = profile.events()
     begin = max((e.time_range.start for e in events if e.name == LAST), default=None)
-    total, uncounted = 0.0, set[str]()
     by_name = {f"aten::{op.__name__}": formula for op, formula in formulas().items()}
-    for event in events:
-        formula = by_name.get(event.name)
-        if formula is None or begin is None or event.time_range.start < begin:
-            continue
-        number = _number(formula, event.input_shapes)
-        total += number or 0.0
-        uncounted |= {event.name} if number is None else set()
-    return total, uncounted
+    numbers: dict[int, float | None] = {}
+    heavy = [
+        event
+        for event in events
+        if event.name in by_name and begin is not None and event.time_range.start >= begin
+    ]
+    for event in heavy:
+        numbers[id(event)] = _number(by_name[event.name], event.input_shapes)
+    # a grouped matmul of the CPU calls a matmul for each group
+    outermost = [event for event in heavy if not _is_inside(event, numbers)]
+    total = sum(numbers[id(event)] or 0.0 for event in outermost)
+    return total, {event.name for event in outermost if numbers[id(event)] is None}
+
+
+def _is_inside(event: Any, numbers: dict[int, float | None]) -> bool:
+    """Whether what calls it is counted already."""
+    parent = event.cpu_parent
+    while parent is not None:
+        if numbers.get(id(parent)) is not None:
+            return True
+        parent = parent.cpu_parent
+    return False
 
 
 def _number(formula: Any, shapes: list[list[int]]) -> float | None:
@@ -189,6 +209,9 @@ class Steps:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.probe = Probe(skip)
         self.held: dict[str, int] = {}
+        # Steps of other optimizers, and how many of the first there had been.
+        self.others: list[tuple[torch.optim.Optimizer, int]] = []
+        self._rest = rest_of_new_units()
 
     def before_graph(self, record: str) -> None:
         """A graph starts to run: note what gradients take, at most, before it. Not in the first
@@ -214,10 +237,12 @@ class Steps:
         """
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
-        if optimizer is self.optimizers[0]:
+        if optimizer is not self.optimizers[0]:
+            self.others.append((optimizer, len(self.ends)))
+        else:
             self.world.settle()
             self.ends.append((time.perf_counter(), len(self.world.carried)))
-            self.probe.after(len(self.ends))
+            self.probe.after(len(self.ends), self._params())
             if len(self.ends) == self.skip:  # what looking took is in no step
                 self.world.settle()
                 if self._is_on_device:
@@ -243,9 +268,12 @@ class Steps:
         states = [v for o in self.optimizers for state in o.state.values() for v in state.values()]
         records = [self.record_of(run.record) for run in all_runs() if run.last > self.began]
         largest = max(records, key=lambda record: record.peak, default=None)
-        on_device = self._is_on_device
+        on_device, rest = self._is_on_device, self._rest(self.optimizers)
         return Memory(
             parameters=_bytes(self._params()),
+            frozen=rest.frozen,
+            hosted=rest.hosted,
+            hosted_states=rest.hosted_states,
             optimizer=_bytes(states),
             peak=None if on_device else self.probe.peak,
             device_peak=torch.accelerator.max_memory_allocated() if on_device else None,
@@ -253,12 +281,27 @@ class Steps:
             by_kind={} if largest is None else largest.peak_kinds,
         )
 
+    def _of_others(self, begin: int, end: int) -> list[str]:
+        """That a step is one of the first optimizer, where others make another number."""
+        found = []
+        for other in self.optimizers[1:]:
+            number = sum(1 for who, at in self.others if who is other and begin <= at < end)
+            if number != end - begin:
+                found.append(
+                    f"a step is one of the first optimizer that stepped, of {end - begin}; another "
+                    f"made {number} in the same time. The medians are those of the first's steps, "
+                    "and what is per step is a mean"
+                )
+        return found
+
     def found(self) -> Found:
         """The summary, without the first steps.
 
         Raises:
             SimulationError: too few steps.
         """
+        if not self.ends:
+            raise SimulationError(NO_STEP)
         ends = self.ends[max(self.skip - 1, 0) :]
         if len(ends) < 2:
             raise SimulationError(
@@ -297,7 +340,10 @@ class Steps:
             kinds=kinds,
             memory=self.memory(),
             flops=self.probe.flops,
-            notes=self.probe.notes,
+            notes=[
+                *self.probe.notes,
+                *self._of_others(len(self.ends) - len(times), len(self.ends)),
+            ],
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,6 +51,11 @@ def sweep(options: argparse.Namespace) -> int:
     if options.report is not None:
         raise AskedError("--report: the page is about one run; leave --sweep out")
     names, values = zip(*axes, strict=True)
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise AskedError(
+            f"--sweep {twice}: it is given twice; write all its values in one, {twice}=A,B"
+        )
     choices = [dict(zip(names, each, strict=True)) for each in itertools.product(*values)]
     for chosen in choices:
         _plan(options, chosen)
@@ -163,13 +169,15 @@ def _measured(options: argparse.Namespace, chosen: dict[str, str]) -> dict[str, 
 
 
 def _why(done: subprocess.CompletedProcess[str]) -> str:
-    """Why a combination has no result: the signal that ended it, or the last line that it wrote and
-    that goes on with no other.
+    """Why a combination has no result: the signal that ended it, or the last line that names an
+    error, or else the last that it wrote and that goes on with no other.
     """
     if done.returncode < 0:
         return f"ended by {signal.Signals(-done.returncode).name}"
-    lines = [line for line in done.stderr.splitlines() if line.strip() and not line[0].isspace()]
-    return lines[-1] if lines else f"exit status {done.returncode}"
+    plain = (re.sub(r"^\[rank\d+\]: ?", "", line) for line in done.stderr.splitlines())
+    lines = [line for line in plain if line.strip() and not line[0].isspace()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return [f"exit status {done.returncode}", *lines[-1:], *errors[-1:]][-1]
 
 
 def _peak(found: dict[str, Any]) -> int | None:
@@ -178,7 +186,7 @@ def _peak(found: dict[str, Any]) -> int | None:
     above: int | None = memory["peak"]
     known: list[int | None] = [found.get("peak"), memory["device_peak"]]
     if above is not None:
-        known.append(memory["parameters"] + memory["optimizer"] + above)
+        known.append(memory["parameters"] + memory.get("frozen", 0) + memory["optimizer"] + above)
     return next((peak for peak in known if peak is not None), None)
 
 

@@ -25,12 +25,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import Interpreter
 from torch.utils._pytree import tree_map
 
+from compiled_fsdp.ir.collectives import STARTS
 from compiled_fsdp.ir.expected import hint
-from compiled_fsdp.ir.graph import is_matmul
-from compiled_fsdp.ir.schema import FREE, GATHER_NEXT, UPDATE, traits_of
+from compiled_fsdp.ir.graph import find, is_matmul
+from compiled_fsdp.ir.schema import FREE, GATHER_NEXT, TO_LOWER, UPDATE, traits_of
 from compiled_fsdp.ir.subgraphs import with_inside
-from compiled_fsdp.planning.costs import flops
+from compiled_fsdp.planning.costs import flops, traffic
 from compiled_fsdp.planning.plan import current_plan
+from compiled_fsdp.planning.planner import predict
 from compiled_fsdp.torch_private.compiling import instead_of
 from compiled_fsdp.wire.copies import planned_apart
 
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule, Node
 
+    from compiled_fsdp.planning.planner import Timeline
+
 LARGE = 1 << 22  # elements of a tensor from which on it stays as memory is
 STATE_AT = 7  # of the arguments of `update_`, the state that was fetched for it
 BACKENDS = ("inductor", "compiled_fsdp", "compiled_fsdp_eager")
@@ -51,9 +55,27 @@ BACKENDS = ("inductor", "compiled_fsdp", "compiled_fsdp_eager")
 
 @dataclass
 class Tally:
-    """What graphs would have computed since it began: flops, of matmuls and attentions."""
+    """What graphs would have done since it began.
+
+    flops: of matmuls and attentions.
+    graphs, total, exposed, wire, sent: how many without anything of ours ran, which have no record,
+        and what is predicted of them; as in `GraphRecord.predicted`.
+    """
 
     flops: float = 0.0
+    graphs: int = 0
+    total: float = 0.0
+    exposed: float = 0.0
+    wire: float = 0.0
+    sent: float = 0.0
+
+    def add(self, line: Timeline, sent: float) -> None:
+        """A graph without a record has run."""
+        self.graphs += 1
+        self.total += line.total
+        self.exposed += sum(line.exposed.values())
+        self.wire += line.on_wire
+        self.sent += sent
 
 
 @contextmanager
@@ -106,10 +128,16 @@ class _Unrun(Interpreter):
     def of(cls, gm: GraphModule, tally: Tally) -> Callable[..., Any]:
         """The runner of a half, before the passes for halves."""
         number = sum(flops(node) for node in with_inside(gm.graph) if is_matmul(node))
+        costs, line, sent = current_plan().costs, None, 0.0
+        if costs is not None and not find(gm.graph, *TO_LOWER):
+            line = predict(gm.graph, costs.fused(True))
+            sent = sum(traffic(node)[0] for node in gm.graph.nodes if node.target in STARTS)
         gm = run_half(gm, is_fused=True)
 
         def run(args: list[Any]) -> Any:
             tally.flops += number
+            if line is not None:
+                tally.add(line, sent)
             return cls(gm).boxed_run(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]

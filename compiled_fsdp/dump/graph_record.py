@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.ir import quantized
-from compiled_fsdp.ir.collectives import HOST, group_of
+from compiled_fsdp.ir.collectives import HOST, STARTS, group_of
 from compiled_fsdp.ir.graph import phase_of, value
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.repeats import Repeats, find_repeats
@@ -89,8 +89,9 @@ class GraphRecord:
     plan: what the fields of the plan were, as text.
     peak: predicted bytes above what is at rest, `peak_at` the node, and `peak_kinds` what they are,
         in bytes.
-    predicted: seconds in total, exposed, on the wire, and of copies to the host and from it; None
-        where nothing is known of costs.
+    predicted: seconds in total, exposed, on the wire, and of copies to the host and from it, and
+        the bytes "sent" by all that travels, the user's collectives included; None where nothing is
+        known of costs.
     regions: computation that is compiled once and called: the first "unit", "calls", "nodes".
     alone: computation of that size that is compiled for its place: "unit", "nodes", "why".
     inline: why there are no regions; "" if there are.
@@ -212,6 +213,7 @@ def _predicted(graph: Graph, costs: Costs) -> dict[str, float]:
         "total": line.total,
         "exposed": sum(line.exposed.values()),
         "wire": line.on_wire,
+        "sent": sum(traffic(n)[0] for n in graph.nodes if n.target in STARTS),
         "to_host": line.on_the_way(HOST),
         "from_host": sum(map(line.on_the_way, line.copied)) - line.on_the_way(HOST),
     }

@@ -1,14 +1,17 @@
-"""What gradients take between two graphs."""
+"""What gradients take between two graphs, and what rests without an optimizer, or on the host."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.units.registered import UNITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -41,3 +44,77 @@ def _gradients(flat: FlatBuffer) -> Iterator[Tensor]:
         for held in (param.sharded, *param.held_as):
             if held.grad is not None:
                 yield local_tensor(held.grad)
+
+
+class AtRest(NamedTuple):
+    """Bytes between steps.
+
+    frozen: shards that no optimizer has stepped.
+    hosted, hosted_states: of all shards, and of states of optimizers, those on the host
+        (`CPUOffloadPolicy`).
+    """
+
+    frozen: int
+    hosted: int
+    hosted_states: int
+
+
+def rest_of_new_units() -> Callable[[Iterable[torch.optim.Optimizer]], AtRest]:
+    """To be asked later: of the units that are made from now on, and these optimizers."""
+    before = weakref.WeakSet(UNITS)
+
+    def ask(optimizers: Iterable[torch.optim.Optimizer]) -> AtRest:
+        optimizers = list(optimizers)
+        known = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        units = [unit for unit in list(UNITS) if unit not in before]
+        hosted = [unit for unit in units if unit.offload is not None]
+        states = [
+            value
+            for unit in hosted
+            for held in {id(held): held for p in unit.params for held in p.held_as}.values()
+            for optimizer in optimizers
+            if held in optimizer.state
+            for value in optimizer.state[held].values()
+        ]
+        frozen = 0
+        for param in (param for unit in units for param in unit.params):
+            stepped = [held for held in param.held_as if id(held) in known]
+            if len(stepped) < len(param.held_as):  # a flat parameter may be frozen in part
+                frozen += _bytes([param.sharded]) - _bytes(stepped)
+        return AtRest(
+            frozen,
+            _bytes(param.sharded for unit in hosted for param in unit.params),
+            _bytes(value for value in states if isinstance(value, torch.Tensor)),
+        )
+
+    return ask
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    mine = map(local_tensor, {id(t): t for t in tensors}.values())
+    return sum(t.numel() * t.element_size() for t in mine)
+
+
+def gradients_that_stay(params: Iterable[Tensor]) -> Callable[[], int]:
+    """To be asked later: the bytes of those that are there now and still are then, the same
+    tensors in the same memory, as `zero_grad(set_to_none=False)` leaves them.
+    """
+    params = list(params)
+    before = {id(p): (weakref.ref(p.grad), _place(p.grad)) for p in params if p.grad is not None}
+
+    def ask() -> int:
+        stay = [
+            p.grad
+            for p in params
+            if p.grad is not None
+            and id(p) in before
+            and before[id(p)][0]() is p.grad
+            and before[id(p)][1] == _place(p.grad)
+        ]
+        return _bytes(stay)
+
+    return ask
+
+
+def _place(tensor: Tensor) -> int:
+    return local_tensor(tensor).data_ptr()

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 # What torch says of an operation with a sharded tensor that it cannot do; tried on 2.11 to 2.15.
 CAST = "are gathered in mp_policy.param_dtype"
 OF_DTENSOR = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
+OF_ACTIVATIONS = (
+    ". Or the script makes DTensors of activations, as context_parallel does, and it is theirs"
+)
 EITHER = "With tensor parallelism that is either"
 OF_SHARDING = "Sharding propagation failed"  # without a plain tensor: its own rules do not allow it
 
@@ -156,16 +159,17 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
         ) from error
     if is_parallel:
         _raise_of_either(error, unit)
+    own = OF_ACTIVATIONS if OF_DTENSOR[1] in text or not is_mixed else ""
     if not others:
         raise RuntimeError(
             f"{told}: no other unit has any, so it is one that state_dict() gave, or that was kept "
             "from before the call. Read the module's attributes inside forward, or call "
-            "full_tensor() on it"
+            f"full_tensor() on it{own}"
         ) from error
     raise RuntimeError(
         f"{told}: one of another unit ({shortened(others)}), "
         "whose own forward is not running. Give both modules to one call, fully_shard([a, b]), or "
-        "call unshard() on the other before and reshard() after it"
+        f"call unshard() on the other before and reshard() after it{own}"
     ) from error
 
 

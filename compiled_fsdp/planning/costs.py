@@ -23,6 +23,7 @@ from compiled_fsdp.ir.graph import argument, is_matmul, is_view
 from compiled_fsdp.ir.meta import get_seconds
 from compiled_fsdp.ir.schema import EXCHANGE, ORTHOGONALIZE, UPDATE, traits_of
 from compiled_fsdp.ir.subgraphs import unit_called_by
+from compiled_fsdp.torch_private.groups import group_named
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -297,13 +298,24 @@ def nbytes(node: Node) -> float:
     return float(sum(hint(t.numel()) * t.itemsize for t in tensors if isinstance(t, torch.Tensor)))
 
 
+def _others(group: str) -> float:
+    """The part of what a group holds together that is not this rank's: 1 where nobody knows the
+    group, as in a graph by hand.
+    """
+    try:
+        size = group_named(comm.shared_group(group)).size()
+    except (RuntimeError, ValueError):
+        return 1.0
+    return (size - 1) / size
+
+
 def traffic(start: Node) -> tuple[float, str]:
     """Bytes that each rank sends in a collective, by the best algorithm for it, and the name of the
     group.
     """
     group, kind = comm.group_of(start), traits_of(start.target).starts
     if kind == "all_reduce":
-        return 2 * nbytes(start), group
+        return 2 * nbytes(start) * _others(group), group
     if kind == "gather":
         return nbytes(start) - nbytes(start.all_input_nodes[0]), group
     if start.target is EXCHANGE:  # tokens of the user's: a rank keeps those of its own experts

@@ -124,6 +124,16 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
         return self._world.wire_of(dist.get_process_group_ranks(self))
 
     @property
+    def _device_types(self) -> list[torch.device]:
+        """For which it carries tensors: torch asks before it broadcasts a state dict."""
+        there = (kind for kind in SPINNING if getattr(torch, kind).is_available())
+        return [torch.device(kind) for kind in ("cpu", *there)]
+
+    def _get_backend(self, device: torch.device) -> TimedGroup:
+        """Itself, on any."""
+        return self
+
+    @property
     def pg_name(self) -> str:
         """As `group_name`."""
         return self.group_name

@@ -35,7 +35,7 @@ class Wire:
     free_at: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.bandwidth <= 0 or self.latency < 0 or self.issue < 0:
+        if not (self.bandwidth > 0 and self.latency >= 0 and self.issue >= 0):  # nor NaN
             raise ValueError(
                 f"the wire {self.name!r} has a bandwidth of {self.bandwidth} bytes/s and a latency "
                 f"of {self.latency} s, and issuing takes {self.issue} s for each byte: the "

@@ -394,3 +394,163 @@ def test_forced_fields_win() -> None:
         with compiled_fsdp.planned(prefetch=0.0):
             assert current_plan().prefetch == 3.0
     assert current_plan() == before
+
+
+def _changed(script: str, old: str, new: str) -> None:
+    path, text = Path(script), Path(script).read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_frozen_shards_are_at_rest(script: str, tmp_path: Path) -> None:
+    """Such as those under adapters: no optimizer has them, and they take memory."""
+    alone = _predicted(script, tmp_path)
+    _changed(script, "for layer in model:", "model[0].requires_grad_(False)\nfor layer in model:")
+    _changed(script, "AdamW(model.parameters()", "AdamW([*model[1:].parameters()]")
+    _changed(script, "for p in model.parameters())", "for p in model[1:].parameters())")
+    torch._dynamo.reset()
+    found = _predicted(script, tmp_path)
+    layer = (64 * 64 + 64) * 4 // 4
+    assert (alone["memory"]["frozen"], found["memory"]["frozen"]) == (0, layer)
+    rest = sum(found["memory"][name] for name in ("parameters", "optimizer", "frozen"))
+    assert found["peak"] >= rest + max(found["memory"]["by_kind"].values())
+
+
+@pytest.mark.parametrize("originals", [False, True])
+def test_frozen_shards_of_fsdp1(script: str, tmp_path: Path, originals: bool) -> None:
+    """A layer is; of originals, those that share a flat parameter with others are, too."""
+    text = Path(script).read_text()
+    begin, end = text.index("for layer in model:"), text.index("before = [")
+    wrapped = (
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+        "model[0].requires_grad_(False)\n"
+        f"{'model[1].bias.requires_grad_(False)' if originals else ''}\n"
+        f"options = dict(use_orig_params={originals}, device_id=torch.device('cpu'))\n"
+        "model = FSDP(nn.Sequential(*(FSDP(layer, **options) for layer in model)), **options)\n"
+    )
+    Path(script).write_text(text[:begin] + wrapped + text[end:])
+    _changed(script, "p.to_local().clone()", "p")
+    trained = "[p for p in model.parameters() if p.requires_grad]"
+    _changed(script, "AdamW(model.parameters()", f"AdamW({trained}")
+    _changed(script, "for p in model.parameters())", f"for p in {trained} if p.numel())")
+    found = _predicted(script, tmp_path)
+    layer = (64 * 64 + 64) * 4 // 4
+    assert found["memory"]["frozen"] == layer  # the bias is wholly another rank's
+    assert found["memory"]["parameters"] == 2 * layer
+
+
+def test_what_rests_on_the_host_is_not_in_the_peak(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shards and states, and no optimizer's time is predicted for them; it is said."""
+    alone = _predicted(script, tmp_path)
+    _changed(script, "import fully_shard", "import CPUOffloadPolicy, fully_shard")
+    _changed(script, "layer, mesh=mesh", "layer, mesh=mesh, offload_policy=CPUOffloadPolicy(False)")
+    torch._dynamo.reset()
+    found = _predicted(script, tmp_path)
+    memory = found["memory"]
+    assert (alone["memory"]["hosted"], memory["hosted"]) == (0, memory["parameters"])
+    assert memory["hosted_states"] == memory["optimizer"] == alone["memory"]["optimizer"]
+    assert found["peak"] == alone["peak"] - memory["parameters"] - memory["optimizer"]
+    assert (alone["optimizer_s"] > 0, found["optimizer_s"]) == (True, 0)
+    assert "rest on the host (CPUOffloadPolicy)" in capsys.readouterr().out
+
+
+def test_an_all_reduce_sends_what_others_have(script: str, tmp_path: Path) -> None:
+    """Twice the part of the others: between two replicas once what there is."""
+    alone = _predicted(script, tmp_path, "--network", "1e6", "--latency", "0")
+    _changed(script, "(dist.get_world_size(),)", '(2, 2), mesh_dim_names=("r", "s")')
+    torch._dynamo.reset()
+    found = _predicted(script, tmp_path, "--network", "1e6", "--latency", "0")
+    once = NUMEL * 4
+    gathers = alone["sent_bytes"] / (3 / 4) / once - 1  # how often everything is gathered
+    assert found["sent_bytes"] == pytest.approx((gathers + 1) * once / 2 + once / 2)
+    assert found["wire_s"] == pytest.approx(found["sent_bytes"] / 1e6)
+
+
+def test_what_the_user_sends_is_sent(script: str, tmp_path: Path) -> None:
+    """A collective of the script's own, in the graph."""
+    _changed(
+        script,
+        "nn.Sequential(*(",
+        "nn.Sequential(Sums(), *(",
+    )
+    _changed(
+        script,
+        "WIDTH, LAYERS, BATCH = 64, 3, 8\n",
+        "WIDTH, LAYERS, BATCH = 64, 3, 8\n"
+        "import torch.distributed._functional_collectives as fc\n"
+        "class Sums(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return fc.all_reduce(x, 'sum', dist.group.WORLD)\n",
+    )
+    _changed(script, "for layer in model:", "for layer in model[1:]:")
+    found = _predicted(script, tmp_path, "--network", "1e6", "--latency", "0")
+    assert found["wire_s"] == pytest.approx(found["sent_bytes"] / 1e6)
+
+
+def test_forwards_without_a_backward_are_said(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An evaluation between two steps is in the second one's time."""
+    _changed(
+        script,
+        "    optimizer.zero_grad()\n",
+        "    optimizer.zero_grad()\n"
+        "    with torch.no_grad():\n"
+        "        call(torch.ones(BATCH, WIDTH))\n",
+    )
+    _predicted(script, tmp_path)
+    assert "1 of 2 forward graphs of the step ran without a backward" in capsys.readouterr().out
+
+
+def test_a_failed_combination_names_its_error() -> None:
+    """Also where torch puts the rank before each line, and says something behind it."""
+    stderr = (
+        "[rank0]: Traceback (most recent call last):\n[rank0]:   File x\n"
+        "[rank0]: ValueError: 8 is not 3 times something\n[rank0]:   \n"
+        "[rank0]: Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace\n"
+    )
+    done = subprocess.CompletedProcess([], 1, "", stderr)
+    assert sweep._why(done) == "ValueError: 8 is not 3 times something"
+
+
+def test_a_name_is_swept_once(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    axes = ["--sweep", "prefetch=1", "--sweep", "prefetch=2", "--machine", "h100"]
+    assert cli.main([*WORLD, *axes, script]) == 2
+    assert "--sweep prefetch: it is given twice" in capsys.readouterr().err
+
+
+PARTS = """
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("nccl")
+class Part(nn.Module):
+    def forward(self, x):
+        return fc.all_reduce(x, "sum", dist.group.WORLD)
+model = nn.Sequential(nn.Linear(64, 64), Part())
+fully_shard(model[0])
+for part in model:
+    part.compile()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(8, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_graphs_without_sharded_parameters_count(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(script).write_text(PARTS)
+    found = _predicted(script, tmp_path, "--network", "1e6", "--latency", "1")
+    gather = reduce = (64 * 64 + 64) * 4 * 3 / 4
+    one = 2 * 8 * 64 * 4 * 3 / 4
+    assert found["sent_bytes"] - gather - reduce in (one, 2 * one)  # and again in backward
+    assert found["wire_s"] >= 3
+    assert "compiled graphs without sharded parameters" in capsys.readouterr().out

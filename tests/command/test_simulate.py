@@ -307,3 +307,110 @@ def test_what_cannot_be_simulated(
         assert message in capsys.readouterr().err
     assert cli.main([*WORLD[:-2], script]) == 2
     assert "--network says how fast nodes reach each other" in capsys.readouterr().err
+
+
+LOADS = """
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+model = nn.Linear(16, 16)
+full = {name: value.clone() for name, value in model.state_dict().items()}
+fully_shard(model)
+options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+set_model_state_dict(model, full, options=options)
+dist.distributed_c10d._get_pg_default_device()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(5):
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    dcp.save_state_dict({"model": model.state_dict()}, dcp.FileSystemWriter("nowhere"))
+"""
+
+
+def test_a_state_dict_is_broadcast(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """For which torch asks a group what devices it is for."""
+    Path(script).write_text(LOADS)
+    assert cli.main(["simulate", "--world", "4", "--network", "1e9", "--replace", script]) == 0
+    assert "2 steps timed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--network", "nan"], "'network' has a bandwidth of nan"),
+        (["--link", "0"], "'link' has a bandwidth of 0.0"),
+        (["--gpus-per-node", "0"], "cannot have 0 on each node"),
+        (["--skip", "-1"], "--skip -1; should be how many"),
+        (["--tokens", "-5"], "--tokens -5; should be a number above 0"),
+        (["--peak-flops", "0"], "--peak-flops 0; should be a number above 0"),
+        (["--efficiency", "0", "--machine", "h100"], "--efficiency 0; should be a number above 0"),
+        (["--efficiency", "7", "--machine", "h100"], "--efficiency 7; should be a part of"),
+        (["--efficiency", "0.5"], "--efficiency: what is measured here has its own"),
+        (["--memory-limit", "1e9"], "--memory-limit: it is about what a sweep may choose"),
+        (["--json", "/nonexistent/x.json"], "there is no folder /nonexistent"),
+        (["--report", "/nonexistent/x.html"], "there is no folder /nonexistent"),
+    ],
+)
+def test_options_that_cannot_be(
+    script: str, option: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["simulate", "--world", "4", "--network", "1e9", *option, script]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_module_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, no stack; in a package that is not there either."""
+    for name in ("no_such_module", "no_such.module"):
+        assert cli.main(["simulate", "--world", "4", "--network", "1e9", "-m", name]) == 2
+        assert capsys.readouterr().err == (
+            f"python -m compiled_fsdp simulate: there is no module {name!r}, here or installed. "
+            "For a file, leave -m out\n"
+        )
+
+
+@pytest.mark.parametrize("machine", [[], ["--machine", "h100"]])
+def test_a_script_that_never_steps(
+    script: str, machine: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one that starts its ranks itself."""
+    Path(script).write_text("print('done')")
+    assert cli.main(["simulate", "--world", "4", "--network", "1e9", *machine, script]) == 2
+    assert "no torch optimizer has stepped in this process" in capsys.readouterr().err
+
+
+STAY = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+for module in (*model, model):
+    fully_shard(module)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(6):
+    model(torch.ones(2, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=sys.argv[1] == "none")
+"""
+
+
+def test_gradients_that_stay_are_part_of_the_peak(script: str, tmp_path: Path) -> None:
+    """`zero_grad(set_to_none=False)` leaves them where they are: they are above what is at rest."""
+    Path(script).write_text(STAY)
+    peaks = []
+    for kept in ("none", "zeros"):
+        found = tmp_path / f"{kept}.json"
+        options = ("--world", "4", "--network", "1e9", "--replace", "--json", str(found))
+        assert cli.main(["simulate", *options, script, kept]) == 0
+        peaks.append(json.loads(found.read_text())["memory"]["peak"])
+    gradients = 2 * (256 * 256 + 256) * 4 // 4
+    # A reduced one is there beside the one that it is added to.
+    assert peaks[0] <= peaks[1] <= peaks[0] + gradients

@@ -72,3 +72,29 @@ def test_memory_of_a_device_is_that_of_its_allocator_in_the_timed_steps(
         assert "3.00 MB at the peak, 4.00 MB reserved" in in_memory(found.memory)[1]
     else:
         assert (found.memory.peak, found.memory.device_peak) == (7, None)
+
+
+@pytest.mark.parametrize(("every", "is_said"), [(1, False), (3, True)])
+def test_optimizers_that_step_less_often_are_said(every: int, is_said: bool) -> None:
+    """A GAN's generator: the median is of steps of its critic."""
+    wire = Wire("network", 1e9, 1e-5)
+    first, other = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
+    steps = Steps(World(2, 0, wire, wire), skip=1)
+    for number in range(7):
+        steps(first)
+        if number % every == every - 1:
+            steps(other)
+    notes = steps.found().notes
+    assert any("another made 2 in the same time" in note for note in notes) == is_said
+    steps.probe.finish()
+
+
+def test_a_grouped_matmul_is_counted_once() -> None:
+    """The CPU's calls a matmul for each group."""
+    x, w = torch.ones(32, 16).bfloat16(), torch.ones(2, 16, 8).bfloat16()
+    with (
+        torch.profiler.profile(record_shapes=True) as profile,
+        torch.profiler.record_function(LAST),
+    ):
+        F.grouped_mm(x, w, offs=torch.tensor([16, 32], dtype=torch.int32))
+    assert flops_in(profile) == (2 * 32 * 16 * 8, set())
