@@ -25,7 +25,7 @@ from .code import Libraries, load
 from .program import MESH, SIZE
 from .run import runner
 from .sizes import bound, checker
-from .target import ORDER, describe, differences, mismatch, settings
+from .target import ORDER, describe, differences, ignored, mismatch, settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,6 +91,9 @@ class Loaded:
 
     ready: its programs by mode.
     handles: of each sharded parameter that was accepted, module and name, and what is read of it.
+    others: the parameters that were in no unit then.
+    trained: of each flat buffer, and of these, whether it was trained then: a unit that is frozen
+        or unfrozen as a whole keeps its handles.
     children: of each module that was there when parameters were accepted, what it had: its table of
         modules or buffers, and what stood there, in order.
     forwards: the forward of each class of the model's modules.
@@ -104,6 +107,8 @@ class Loaded:
     ready: dict[str, Ready]
     otherwise: str
     handles: list[tuple[Any, str, Handle]] = field(default_factory=list)
+    others: list[Any] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
     children: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)
     forwards: dict[Any, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -202,11 +207,17 @@ class Loaded:
 
     def _of_parameters(self) -> dict[str, tuple[str, str]]:
         """What units are set to, where anything was set since the last call."""
-        if self.handles and all(
-            module._fsdp_handles[name] is handle and not module._fsdp_replaced
-            for module, name, handle in self.handles
+        if (
+            self.handles
+            and self._trained() == self.trained
+            and all(
+                module._fsdp_handles[name] is handle and not module._fsdp_replaced
+                for module, name, handle in self.handles
+            )
         ):
             return {}
+        self.others = [param for _, param in ignored(self.model)]
+        self.trained = self._trained()
         self.handles = [
             (module, name, param.handle)
             for unit in self.units
@@ -230,6 +241,10 @@ class Loaded:
         if found:
             self._forget()
         return found
+
+    def _trained(self) -> list[bool]:
+        flats = [flat.data for unit in self.units for flat in unit.flats]
+        return [each.requires_grad for each in (*flats, *self.others)]
 
     def _otherwise(
         self, mode: str, found: dict[str, tuple[str, str]], args: Any, kwargs: Any

@@ -216,7 +216,7 @@ def _of_param(handle: Handle, flat: Any, param: Any, place: tuple[int, int]) -> 
     dtensor = full and f"{full.spec.placements} over {mesh_in_words(full.spec.mesh)}"
     if full and full.typed:
         dtensor = f"a plain tensor, cut as {dtensor}, its gradient as {full.typed.grads}"
-    found[f"{name}: read as"] = str((handle.is_frozen, handle.view, dtensor))
+    found[f"{name}: read as"] = str((handle.view, dtensor))
     return found
 
 

@@ -17,6 +17,7 @@ from compiled_fsdp.planning.plan import FOLLOWED, current_plan, when_followed_fi
 from compiled_fsdp.units import checking
 from compiled_fsdp.units.quantizing import refusal
 from compiled_fsdp.units.registered import UNITS
+from compiled_fsdp.units.replaced import check_one_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,11 +68,14 @@ when_followed_fields_change(_follow_all)
 
 
 def check_supported(unit: Unit) -> None:
-    """Before a unit is called: it does as the plan says.
+    """Before a unit is called: it does as the plan says, and its parameters are in its buffers.
 
     Raises:
         NotImplementedError: it cannot; the text says why.
+        TypeError: some of a buffer's parameters were cast without the others.
     """
+    for flat in unit.flats:
+        check_one_dtype(flat)
     follow(unit)
     if text := refusal(unit) or checking.refusal(unit):
         raise NotImplementedError(text)

@@ -41,7 +41,8 @@ def adopt_replaced(unit: Unit) -> None:
         if of := _shares_memory(param, new):
             warn_once(
                 f"compiled_fsdp: load_state_dict(assign=True) gave {param.fqn} the memory of the "
-                f"sharded parameter {of}, of which it has the values now. {APART}",
+                f"sharded parameter {of}{' of another model' if of == param.fqn else ''}, of "
+                f"which it has the values now. {APART}",
                 about="load_state_dict(assign=True) of memory that another has",
             )
     _adopt(unit, assigned)

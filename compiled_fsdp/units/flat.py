@@ -60,6 +60,7 @@ class FlatBuffer:
     read: what the first graph of a forward has read.
     reduced_last: the names of parameters whose gradients an eager backward has reduced last.
     num_replaced: how often its memory was replaced; addresses come again.
+    is_mixed: parameters were replaced by some of several dtypes, and are not back in it.
     owner: what the ops of graphs find by `data`.
     """
 
@@ -77,6 +78,7 @@ class FlatBuffer:
     read: ReadByGraphs = field(default_factory=ReadByGraphs)
     reduced_last: str = ""
     num_replaced: int = 0
+    is_mixed: bool = False
     owner: BufferOwner = field(init=False)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from compiled_fsdp.errors import shortened
 from compiled_fsdp.torch_private.dtensors import local_tensor, make_dtensor
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def bring_back(flat: FlatBuffer, *, is_moved: bool = False) -> None:
-    """Nothing is done while parameters that a module holds are on the meta device.
+    """Nothing is done while parameters that a module holds are on the meta device, or have several
+    dtypes: a state dict is loaded one module after the other. `check_one_dtype` asks before use.
 
     is_moved: the module was moved or cast, which does not come to parameters that no module holds
         any more (tied since): those follow the others.
@@ -33,11 +35,15 @@ def bring_back(flat: FlatBuffer, *, is_moved: bool = False) -> None:
     locals_ = [local_tensor(p.sharded) for p in flat.params]
     pairs = list(zip(flat.params, locals_, strict=True))
     replaced = [local for param, local in pairs if _lies_elsewhere(flat, param, local)]
+    flat.is_mixed = False
     if not replaced:
         return
     holds = flat.unit.in_use()
     held = [local for param, local in pairs if param.is_held_in(holds)]
     if any(local.device.type == "meta" for local in held or locals_):
+        return
+    flat.is_mixed = len({local.dtype for local in held or locals_}) > 1
+    if flat.is_mixed:  # a buffer of either dtype would round, or widen, what has the other
         return
     _check_sizes(flat, pairs)
     given = [local for local in locals_ if local.device.type != "meta"]
@@ -51,6 +57,26 @@ def bring_back(flat: FlatBuffer, *, is_moved: bool = False) -> None:
             return
     flat.unit.forget_handles()  # e.g. from meta: `.data` cannot change the device
     flat.become(nn.Parameter(fresh, requires_grad=flat.data.requires_grad))
+
+
+def check_one_dtype(flat: FlatBuffer) -> None:
+    """Before parameters are read, all of a buffer have to be back in it.
+
+    Raises:
+        TypeError: some were cast, or loaded in another dtype, without the others.
+    """
+    if not flat.is_mixed:
+        return
+    dtypes: dict[torch.dtype, list[str]] = {}
+    for param in flat.params:
+        dtypes.setdefault(param.local.dtype, []).append(param.fqn)
+    told = "; ".join(f"{shortened(names)} {dtype}" for dtype, names in dtypes.items())
+    raise TypeError(
+        f"{flat.unit.name}: parameters that had one dtype when they were sharded have several now "
+        f"({told}): a submodule was cast, or load_state_dict(assign=True) brought another dtype "
+        "for some. They are gathered from one buffer. Cast before fully_shard, which makes a "
+        "buffer for each dtype, or cast the sharded module as a whole"
+    )
 
 
 def _lies_elsewhere(flat: FlatBuffer, param: ShardedParam, local: Tensor) -> bool:

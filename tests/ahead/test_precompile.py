@@ -461,6 +461,10 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda m: (m.head.bias.requires_grad_(False), m(torch.ones(BATCH, WIDTH))),
         "parameter head.bias: requires_grad: True, here False",
     ),
+    "a frozen unit": (
+        lambda m: (m.blocks[0].requires_grad_(False), m(torch.ones(BATCH, WIDTH))),
+        "parameter blocks.0.up.weight: requires_grad: True, here False",
+    ),
     "another module": (
         lambda m: (setattr(m.blocks[0], "drop", nn.Identity()), m(torch.ones(BATCH, WIDTH))),
         "model.blocks.0.drop: torch.nn.modules.dropout.Dropout, here torch.nn.modules.linear.Ident",
@@ -640,6 +644,45 @@ def test_a_mode_that_is_not_there(fake_world: None, tmp_path: Path) -> None:
     model = load_precompiled(tmp_path / "a", case.model())
     with pytest.raises(PrecompiledError, match="mode: inference, here training"):
         model(*case.example())
+
+
+def test_a_unit_that_was_frozen_once_it_was_sharded(fake_world: None, tmp_path: Path) -> None:
+    """It is the same when it is loaded; once it is trained, it is another."""
+    case = CASES["plain"]
+
+    def build() -> Any:
+        model: Any = case.model()
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    compiled_fsdp.precompile(build(), case.example(), tmp_path / "a", target=HERE)
+    model = load_precompiled(tmp_path / "a", build())
+    model(*case.example())
+    model.blocks[0].requires_grad_(True)
+    with pytest.raises(PrecompiledError, match=r"blocks\.0\.up\.weight: requires_grad: False"):
+        model(*case.example())
+
+
+class Beside(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.gain = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x) * self.gain).sum()
+
+
+def test_a_parameter_of_no_unit_that_is_trained_later(fake_world: None, tmp_path: Path) -> None:
+    def build() -> Any:
+        model = Beside()
+        return fully_shard(model, ignored_params={model.gain})
+
+    compiled_fsdp.precompile(build(), torch.ones(3, 4), tmp_path / "a", target=HERE)
+    model = load_precompiled(tmp_path / "a", build())
+    model(torch.ones(3, 4)).backward()
+    model.gain.requires_grad_(True)
+    with pytest.raises(PrecompiledError, match=r"parameter gain, not sharded: .*, frozen, here"):
+        model(torch.ones(3, 4))
 
 
 def test_compiling_instead_is_announced(ahead: Path) -> None:

@@ -225,3 +225,53 @@ def checkpoint(path: str, saver: str, loader: str) -> None:
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     assert train(call, optimizer, batches(2, 5)) == expected
+
+
+class Normed(nn.Sequential):
+    """A norm and a layer, whose parameters share a buffer."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(3)
+        super().__init__(nn.LayerNorm(4), nn.Linear(4, 4))
+        for p in self.parameters():
+            nn.init.normal_(p)
+        self.to(dtype)
+
+
+def dtypes_and_values(model: nn.Module) -> list[Any]:
+    return plain([(p.dtype, p) for p in model.parameters()])  # type: ignore[no-any-return]
+
+
+def cast_in_part(apply: Any) -> Any:
+    """A state dict of another dtype, which comes to the last parameter of a buffer first; one of
+    two dtypes; a norm that is cast alone.
+    """
+    sources = [Normed(torch.float32), Normed(torch.float32)]
+    models = [Normed(torch.bfloat16), Normed(torch.bfloat16)]
+    for model in (sources[0], models[0]):
+        apply([model[1], model[0]])
+    for model in (sources[1], models[1]):
+        apply(model)
+    models[0].load_state_dict(sources[0].state_dict(), assign=True)
+    state = sources[1].state_dict()
+    state = {name: v.bfloat16() if name.startswith("0") else v for name, v in state.items()}
+    models[1].load_state_dict(state, assign=True)
+    model = apply(Normed(torch.bfloat16))
+    model[0].float()
+    return [dtypes_and_values(m) for m in (*models, model)], models[1], model
+
+
+def compare_cast_in_part() -> None:
+    found, *mixed = cast_in_part(fully_shard)
+    check_equal(found, cast_in_part(stock_fully_shard)[0], "as stock")
+    for model in mixed:
+        with pytest.raises(TypeError, match=r"several now .*0\.weight, 0\.bias .*1\.weight"):
+            model(torch.ones(2, 4))
+        with pytest.raises(TypeError, match="several now"):
+            model.unshard()
+        model.float()
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_parameters_of_a_buffer_that_are_cast_in_part(two: Pool) -> None:
+    two.run(compare_cast_in_part)
