@@ -37,9 +37,10 @@ types: $(VENV)/installed
 	MYPYPATH=$(TYPED):benchmarks $(MYPY) -p compiled_fsdp
 	MYPYPATH=$(TYPED):benchmarks $(MYPY) benchmarks
 
-# Two lanes: while one waits, or runs what needs one process, the other has the cores.
+# Two lanes: while one waits, or runs what needs one process, the other has the cores. One thread in each
+# process, as torchrun sets it: idle ones of OpenMP spin, which took a fifth of what needs one process.
 unit: $(VENV)/installed
-	$(PY) -m pytest --numprocesses $(LANES) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(LANES) --dist worksteal $(ARGS)
 
 test-browser: $(VENV)/installed  ## the report in headless Chromium: one on the path, CHROMIUM, or else the one that playwright fetches
 	$(PY) -m pip install --quiet --editable ".[browser]"

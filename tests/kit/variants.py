@@ -17,6 +17,94 @@ ALL_FROM_COSTS = {
     "memory_budget": 0.5,
 }
 VARIANTS = {
+    "numerics/test_captured_step.py::test_optimizers": "::test_models",
+    "numerics/test_activation_offload.py::test_dynamic_shapes": (
+        "::test_sizes_that_only_data_decides"
+    ),
+    "numerics/test_activation_offload.py::test_the_model_of_the_peak[recompute-plain]": (
+        "[both-tied]"
+    ),
+    "numerics/test_grad_dtype.py::test_as_unsharded[inductor]": "[compiled_fsdp_eager]",
+    "compiler/test_known_values.py::test_left_out_with_symbols": (
+        "::test_left_out_with_sizes_that_only_data_decides"
+    ),
+    **{
+        # What a plain forward and backward call is also called under checkpoints, or added up.
+        f"numerics/test_any_op_fails.py::{name}[{case}]": other
+        for name, case, other in (
+            ("test_any_op_runs_out_of_memory", "eager-plain", "[eager-checkpointed]"),
+            ("test_any_op_runs_out_of_memory", "eager-kept", "[eager-accumulating]"),
+            ("test_any_op_runs_out_of_memory", "compiled-plain", "[compiled-checkpointed]"),
+            ("test_any_op_runs_out_of_memory", "compiled-kept", "[compiled-accumulating]"),
+            ("test_any_op_runs_out_of_memory", "compiled-finalizing", "[eager-finalizing]"),
+            ("test_another_backward_goes_on", "eager-kept", "[eager-plain]"),
+            ("test_another_backward_goes_on", "compiled-kept", "[compiled-plain]"),
+            ("test_another_backward_goes_on", "compiled-fsdp1", "[eager-fsdp1]"),
+        )
+    },
+    **{
+        f"numerics/test_equal_units.py::test_the_same_numbers[{case}]": f"[{other}]"
+        for case, other in (
+            ("autocast", "autocast, checkpoints"),
+            ("budget", "from costs"),
+            ("kept in bf16", "plain"),
+        )
+    },
+    **{
+        f"numerics/test_equal_units.py::test_left_where_it_stands[{case}]": f"[{other}]"
+        for case, other in (
+            ("checkpoints that count in a list", "checkpoints that count"),
+            ("checkpoints that count in a variable", "checkpoints that count"),
+            ("two layers", "checkpoints around two layers"),
+            (
+                "checkpoints that keep one thing or another",
+                "a checkpoint that keeps something else",
+            ),
+        )
+    },
+    **{
+        f"numerics/test_reads_fsdp1.py::test_as_python_reads[{kind}-flat]": f"[{kind}-originals]"
+        for kind in ("Generated", "Numbered")
+    },
+    **{
+        f"numerics/test_assigned.py::test_in_forward[{case}]": f"[{other}]"
+        for case, other in (("TyingForAWhile", "TyingLate"), ("TyingInDict", "Tying"))
+    },
+    "numerics/test_assigned.py::test_exchanged_between_calls[exchanged-one unit]": (
+        "[exchanged-three units]"
+    ),
+    "numerics/test_graphs.py::test_one_forward_and_one_backward_graph_and_no_recompiles[moe]": (
+        "[llama_tied_unit]"
+    ),
+    "numerics/test_inductor.py::test_backward_begins_behind_the_head[centered]": "[cross_entropy]",
+    "numerics/test_peak.py::test_a_large_head[batches-compiled_fsdp_eager-True]": (
+        "[whole-compiled_fsdp_eager-True]"
+    ),
+    "numerics/test_checksums.py::test_a_bit_that_flips_on_the_way[position5-graph]": (
+        "[position3-graph]"
+    ),
+    "numerics/test_checksums.py::test_replicas[check_replicas-graph]": "[check_replicas-eager]",
+    "wire/test_agreement.py::test_some_ranks_have_no_graph[printing in its own forward, tied]": (
+        "[printing at first]"
+    ),
+    "planning/test_calibrate.py::test_tensor_parallel_ranks_agree": (
+        "::test_both_axes_of_hsdp_agree"
+    ),
+    "compat/fsdp2/test_since_2_15_rows.py::test_grad_dtype[None-float32/bfloat16-all]": (
+        "[None-bfloat16/float32-all]"
+    ),
+    "compat/fsdp2/test_since_2_15_rows.py::test_grad_dtype[torch.float32-bfloat16/float32-all]": (
+        "[torch.float32-float32/bfloat16-all]"
+    ),
+    "compat/fsdp2/test_since_2_15_rows.py::test_grad_dtype[torch.bfloat16-bfloat16/float32-all]": (
+        "[torch.bfloat16-float32/bfloat16-all]"
+    ),
+    **{
+        f"compat/fsdp2/test_since_2_15_rows.py::test_grad_dtype[None-bfloat16/float32-{of}]": (
+            "[None-bfloat16/float32-biases]"
+        )
+        for of in ("set after", "set to its own")
+    },
     "compiler/test_cache.py::test_a_budget_with_one_warm_cache": (
         "::test_a_warm_cache_gives_the_graph_that_our_passes_made"
     ),
@@ -571,13 +659,20 @@ VARIANTS = {
         )
     },
     **{
-        f"frontend/test_warmup.py::test_no_trace[wrap flat-{when}]": f"[wrap-{when}]"
-        for when in ("before step", "between", "before backward")
-    },
-    **{
-        f"passes/test_outline.py::test_random_graphs_compute_the_same[100-before{i}]": (
-            f"[50-before{i}]"
+        f"frontend/test_warmup.py::test_no_trace[{way}-{when}]": f"[wrap-{other}]"
+        for way, when, other in (
+            ("wrap flat", "before step", "between"),
+            ("wrap flat", "between", "between"),
+            ("wrap flat", "before backward", "before backward"),
+            ("wrap", "before step", "between"),
         )
+    },
+    "frontend/test_warmup.py::test_no_trace[shard-before step]": "[shard-between]",
+    **{
+        f"passes/test_outline.py::test_random_graphs_compute_the_same[{first}-before{i}]": (
+            f"[0-before{i}]"
+        )
+        for first in (50, 100)
         for i in range(3)
     },
     **{
