@@ -244,3 +244,11 @@ def trace_as_group(kind: type) -> None:
         return known(value) or type(value) in _traced
 
     variable.is_process_group = staticmethod(is_process_group)
+
+
+def never_record(backend: str) -> None:
+    """Have no flight recorder attached to groups of this backend that are written in Python: since
+    torch 2.15 it is, and asks C++ for a name that such a group does not have there. Tried on 2.11,
+    2.13 and 2.15.
+    """
+    getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(backend)

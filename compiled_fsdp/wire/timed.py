@@ -26,7 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_fsdp.torch_private.dynamo import untraced
-from compiled_fsdp.torch_private.groups import PythonGroup, PythonWork, trace_as_group
+from compiled_fsdp.torch_private.groups import (
+    PythonGroup,
+    PythonWork,
+    never_record,
+    trace_as_group,
+)
 from compiled_fsdp.torch_private.streams import SPINNING
 
 from . import timed_device
@@ -366,4 +371,5 @@ def _make(store: object, rank: int, size: int, timeout: timedelta) -> TimedGroup
     return TimedGroup(rank, size)
 
 
+never_record(BACKEND)
 dist.Backend.register_backend(BACKEND, _make, devices=["cpu", *SPINNING])
