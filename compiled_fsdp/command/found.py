@@ -32,8 +32,8 @@ class Memory:
 
     parameters, optimizer, frozen: at rest, shards and the states of optimizers, and shards that no
         optimizer has stepped.
-    hosted, hosted_states: of all shards, and of the states, those that `CPUOffloadPolicy` has on
-        the host.
+    hosted, hosted_frozen, hosted_states: of parameters, frozen and optimizer, what
+        `CPUOffloadPolicy` has on the host.
     peak: of a step above that, gradients included, where the CPU computes.
     device_peak, device_reserved: that an accelerator's allocator had handed out, and had taken from
         the device, at most in the timed steps, with all that is at rest.
@@ -44,6 +44,7 @@ class Memory:
     optimizer: int
     frozen: int = 0
     hosted: int = 0
+    hosted_frozen: int = 0
     hosted_states: int = 0
     peak: int | None = None
     device_peak: int | None = None
@@ -176,8 +177,8 @@ def in_memory(memory: Memory) -> list[str]:
     rest = f"parameters {_mb(memory.parameters)}, states of optimizers {_mb(memory.optimizer)}"
     if memory.frozen:
         rest += f", parameters that no optimizer has stepped {_mb(memory.frozen)}"
-    if memory.hosted:
-        rest += f"; {_mb(memory.hosted + memory.hosted_states)} of these on the host"
+    if hosted := memory.hosted + memory.hosted_frozen + memory.hosted_states:
+        rest += f"; {_mb(hosted)} of these on the host"
     peak = "" if memory.peak is None else f"; a step's peak {_mb(memory.peak)} above"
     lines = [f"memory    {rest}{peak}"]
     if memory.device_peak is not None:

@@ -189,7 +189,7 @@ def _summed(
     in_graph, on_host = _states(largest)
     params, states = memory.parameters - memory.hosted, memory.optimizer - memory.hosted_states
     # reads parameters, states and gradients, and writes the first two
-    moved = max(2 * (params + states) + params, 0)
+    moved = 2 * (params + states) + params
     # in the graph of a whole step, it is a part of that
     optimizer_s = 0.0 if whole else moved / (machine.memory_bandwidth * options.efficiency)
     return Predicted(
@@ -211,7 +211,11 @@ def _summed(
         flops=tallies[1].flops - tallies[0].flops,
         peak_flops=options.peak_flops or machine.peak_flops,
         memory=memory,
-        peak=params + memory.frozen + max(states - in_graph, 0) + largest.peak,
+        peak=params
+        + memory.frozen
+        - memory.hosted_frozen
+        + max(states - in_graph, 0)
+        + largest.peak,
         tokens=options.tokens,
         notes=[
             *_on_host(on_host),
@@ -271,10 +275,11 @@ def _on_host(num_bytes: int) -> list[str]:
 
 def _offloaded(memory: Memory) -> list[str]:
     """What `CPUOffloadPolicy` does to a step, where a CPU says what it computes."""
-    if not memory.hosted:
+    shards = memory.hosted + memory.hosted_frozen
+    if not shards:
         return []
     return [
-        f"shards of {memory.hosted / 1e6:.2f} MB, and {memory.hosted_states / 1e6:.2f} MB of "
+        f"shards of {shards / 1e6:.2f} MB, and {memory.hosted_states / 1e6:.2f} MB of "
         "states of optimizers, rest on the host (CPUOffloadPolicy): the peak leaves them out. "
         "Their copies to the device, those of gradients to the host, and the host's optimizer are "
         "not predicted"

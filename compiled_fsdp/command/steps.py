@@ -271,9 +271,7 @@ class Steps:
         on_device, rest = self._is_on_device, self._rest(self.optimizers)
         return Memory(
             parameters=_bytes(self._params()),
-            frozen=rest.frozen,
-            hosted=rest.hosted,
-            hosted_states=rest.hosted_states,
+            **rest._asdict(),
             optimizer=_bytes(states),
             peak=None if on_device else self.probe.peak,
             device_peak=torch.accelerator.max_memory_allocated() if on_device else None,

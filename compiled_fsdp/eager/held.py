@@ -11,11 +11,12 @@ from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.units.registered import UNITS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from torch import Tensor
 
     from compiled_fsdp.units.flat import FlatBuffer
+    from compiled_fsdp.units.unit import Unit
 
 
 def held_gradients(params: Iterable[Tensor]) -> int:
@@ -50,12 +51,13 @@ class AtRest(NamedTuple):
     """Bytes between steps.
 
     frozen: shards that no optimizer has stepped.
-    hosted, hosted_states: of all shards, and of states of optimizers, those on the host
-        (`CPUOffloadPolicy`).
+    hosted, hosted_frozen, hosted_states: of shards that one has, of those, and of states of
+        optimizers, what is on the host (`CPUOffloadPolicy`).
     """
 
     frozen: int
     hosted: int
+    hosted_frozen: int
     hosted_states: int
 
 
@@ -76,18 +78,25 @@ def rest_of_new_units() -> Callable[[Iterable[torch.optim.Optimizer]], AtRest]:
             if held in optimizer.state
             for value in optimizer.state[held].values()
         ]
-        frozen = 0
-        for param in (param for unit in units for param in unit.params):
-            stepped = [held for held in param.held_as if id(held) in known]
-            if len(stepped) < len(param.held_as):  # a flat parameter may be frozen in part
-                frozen += _bytes([param.sharded]) - _bytes(stepped)
+        hosted_frozen = _frozen(hosted, known)
         return AtRest(
-            frozen,
-            _bytes(param.sharded for unit in hosted for param in unit.params),
+            _frozen(units, known),
+            _bytes(param.sharded for unit in hosted for param in unit.params) - hosted_frozen,
+            hosted_frozen,
             _bytes(value for value in states if isinstance(value, torch.Tensor)),
         )
 
     return ask
+
+
+def _frozen(units: Iterable[Unit], known: Collection[int]) -> int:
+    """Bytes of their shards of which nothing has one of these ids."""
+    found = 0
+    for param in (param for unit in units for param in unit.params):
+        stepped = [held for held in param.held_as if id(held) in known]
+        if len(stepped) < len(param.held_as):  # a flat parameter may be frozen in part
+            found += _bytes([param.sharded]) - _bytes(stepped)
+    return found
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

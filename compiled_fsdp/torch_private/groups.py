@@ -251,4 +251,5 @@ def never_record(backend: str) -> None:
     torch 2.15 it is, and asks C++ for a name that such a group does not have there. Tried on 2.11,
     2.13 and 2.15.
     """
-    getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(backend)
+    recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(backend)

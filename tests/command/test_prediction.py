@@ -454,6 +454,13 @@ def test_what_rests_on_the_host_is_not_in_the_peak(
     assert found["peak"] == alone["peak"] - memory["parameters"] - memory["optimizer"]
     assert (alone["optimizer_s"] > 0, found["optimizer_s"]) == (True, 0)
     assert "rest on the host (CPUOffloadPolicy)" in capsys.readouterr().out
+    _changed(script, "for layer in model:", "model[0].requires_grad_(False)\nfor layer in model:")
+    _changed(script, "AdamW(model.parameters()", "AdamW([*model[1:].parameters()]")
+    _changed(script, "for p in model.parameters())", "for p in model[1:].parameters())")
+    torch._dynamo.reset()
+    frozen = _predicted(script, tmp_path)["memory"]
+    assert frozen["hosted_frozen"] == frozen["frozen"] == memory["hosted"] / 3
+    assert frozen["hosted"] == frozen["parameters"] == memory["hosted"] * 2 / 3
 
 
 def test_an_all_reduce_sends_what_others_have(script: str, tmp_path: Path) -> None:
