@@ -33,6 +33,7 @@ from compiled_fsdp.units.registered import Registered, Watched
 from compiled_fsdp.units.unit import original_class, originals
 from compiled_fsdp.wire.ops import TRACED
 
+from .moved import noting
 from .zero_grad import zeroing
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ def _make_class(original: type, root: type | None) -> type:
             body["forward"] = _own_forward(original)
     else:
         body |= {"_compiled_call_impl": _checked_call, "__reduce_ex__": _as_original}
+        body["_apply"] = noting(original)
     kind: Any = type
     # Torch has made it for one module, and put this there; of an abstract class, its module is abc.
     if getattr(vars(original).get("__getstate__"), "__module__", "") == parametrize.__name__:

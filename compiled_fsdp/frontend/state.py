@@ -55,6 +55,7 @@ from .first_call import (
     warn_unread,
 )
 from .forward_hooks import PostForward, PreForward
+from .moved import follow_moved
 from .originals import warn_held, watch_originals
 from .quantizing import check_names, check_supported, follow
 from .together import meet
@@ -350,16 +351,15 @@ class State(AsStock):
 
 
 def follow_user_below(code: CodeType) -> None:
-    """Before a graph of a function of this code object, whose guards ask what is trained: take over
-    what the user did to the models that it calls, which else is noticed when it is traced again.
-    """
+    """Before a graph of a function of this code object, whose guards ask what is trained."""
     trees = dict.fromkeys(state.runtime.tree for state in called_below(code))
     for runtime in [runtime for tree in trees for runtime in tree.in_order()]:
         _follow_user(runtime, is_compiled=False, is_traced=False)
 
 
 def _follow_user(runtime: Runtime, *, is_compiled: bool, is_traced: bool) -> None:
-    """Take over what was assigned, frozen or unfrozen since the last call."""
+    """Take over what was assigned, moved, frozen or unfrozen since the last call."""
+    follow_moved(runtime)
     check_supported(runtime.unit)
     if runtime.unit.was_assigned:
         adopt_assigned(runtime.unit)
@@ -372,8 +372,7 @@ def _follow_user(runtime: Runtime, *, is_compiled: bool, is_traced: bool) -> Non
         follow_extensions(runtime.unit, is_traced=is_traced)
 
 
-# For each code object (by identity, see `limits.py`): the states of modules that were called below
-# it while Dynamo compiled.
+# For each code object (by identity, see `limits.py`): the states of modules called below it.
 _called_below: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 

@@ -18,6 +18,7 @@ from compiled_fsdp.frontend.arguments import check_bool
 from compiled_fsdp.frontend.beside_stock import NotInsideTheWrapper
 from compiled_fsdp.frontend.called import Called, call_method
 from compiled_fsdp.frontend.entry import own_copy
+from compiled_fsdp.frontend.moved import follow_moved
 from compiled_fsdp.frontend.quantizing import check_supported
 from compiled_fsdp.frontend.state import get_state, states_below
 from compiled_fsdp.torch_private.dynamo import untraced
@@ -110,6 +111,7 @@ class FSDPModule(Called, NotInsideTheWrapper, Setters, CommunicationSetters, Sto
         `wait()` or its forward.
         """
         runtime = self._fsdp_own().runtime
+        follow_moved(runtime)
         check_supported(runtime.unit)
         runtime.start_unshard()
         handle = UnshardHandle(runtime)

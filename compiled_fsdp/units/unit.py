@@ -117,8 +117,9 @@ class Unit:
         self.has_extensions = False
         # Why no graph can have it, whatever the model is like.
         self.why_outside_graphs = self.why_hooked = ""
-        # Whether a user has put something in the place of a parameter since the last call.
-        self.was_assigned = False
+        # Whether a user has put something in the place of a parameter since the last call, or moved
+        # or cast a module by itself.
+        self.was_assigned = self.was_moved = False
         self.flats = [flat_buffer(self, group) for group in classes_of(originals)]
         self.adopt({module: "" for module in modules}, is_nested=False)
         UNITS.add(self)
@@ -262,6 +263,7 @@ class Unit:
     def take_over(self) -> None:
         """Follow what the user did to the sharded parameters: replaced, moved, cast."""
         adopt_assigned(self)
+        self.was_moved = False
         self.follow_grad_dtype()
         for flat in self.flats:
             flat.refresh(is_moved=True)
