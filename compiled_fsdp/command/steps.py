@@ -16,10 +16,14 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.dump.graph_record import GraphRecord
-from compiled_fsdp.eager.held import gradients_that_stay, held_gradients, rest_of_new_units
+from compiled_fsdp.eager.held import (
+    gradients_that_stay,
+    held_gradients,
+    num_bytes,
+    rest_of_new_units,
+)
 from compiled_fsdp.inspection import measured
 from compiled_fsdp.ir.flops import formulas
 from compiled_fsdp.options import now
@@ -270,9 +274,9 @@ class Steps:
         largest = max(records, key=lambda record: record.peak, default=None)
         on_device, rest = self._is_on_device, self._rest(self.optimizers)
         return Memory(
-            parameters=_bytes(self._params()),
+            parameters=num_bytes(self._params()),
             **rest._asdict(),
-            optimizer=_bytes(states),
+            optimizer=num_bytes(states),
             peak=None if on_device else self.probe.peak,
             device_peak=torch.accelerator.max_memory_allocated() if on_device else None,
             device_reserved=torch.accelerator.max_memory_reserved() if on_device else None,
@@ -359,10 +363,3 @@ def _kinds(carried: list[Carried], num_steps: int) -> list[Kind]:
         )
         for key, found in sorted(groups.items())
     ]
-
-
-def _bytes(values: Iterable[object]) -> int:
-    """Of the tensors among them, this rank's part of each, each once."""
-    tensors = {id(v): v for v in values if isinstance(v, torch.Tensor)}.values()
-    mine = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return sum(t.numel() * t.element_size() for t in mine)

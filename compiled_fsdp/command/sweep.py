@@ -186,7 +186,7 @@ def _peak(found: dict[str, Any]) -> int | None:
     above: int | None = memory["peak"]
     known: list[int | None] = [found.get("peak"), memory["device_peak"]]
     if above is not None:
-        known.append(memory["parameters"] + memory.get("frozen", 0) + memory["optimizer"] + above)
+        known.append(memory["parameters"] + memory["frozen"] + memory["optimizer"] + above)
     return next((peak for peak in known if peak is not None), None)
 
 

@@ -81,9 +81,9 @@ def rest_of_new_units() -> Callable[[Iterable[torch.optim.Optimizer]], AtRest]:
         hosted_frozen = _frozen(hosted, known)
         return AtRest(
             _frozen(units, known),
-            _bytes(param.sharded for unit in hosted for param in unit.params) - hosted_frozen,
+            num_bytes(param.sharded for unit in hosted for param in unit.params) - hosted_frozen,
             hosted_frozen,
-            _bytes(value for value in states if isinstance(value, torch.Tensor)),
+            num_bytes(states),
         )
 
     return ask
@@ -95,13 +95,14 @@ def _frozen(units: Iterable[Unit], known: Collection[int]) -> int:
     for param in (param for unit in units for param in unit.params):
         stepped = [held for held in param.held_as if id(held) in known]
         if len(stepped) < len(param.held_as):  # a flat parameter may be frozen in part
-            found += _bytes([param.sharded]) - _bytes(stepped)
+            found += num_bytes([param.sharded]) - num_bytes(stepped)
     return found
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    mine = map(local_tensor, {id(t): t for t in tensors}.values())
-    return sum(t.numel() * t.element_size() for t in mine)
+def num_bytes(values: Iterable[object]) -> int:
+    """Of the tensors among them, this rank's part of each, each once."""
+    tensors = {id(v): v for v in values if isinstance(v, torch.Tensor)}.values()
+    return sum(t.numel() * t.element_size() for t in map(local_tensor, tensors))
 
 
 def gradients_that_stay(params: Iterable[Tensor]) -> Callable[[], int]:
@@ -120,7 +121,7 @@ def gradients_that_stay(params: Iterable[Tensor]) -> Callable[[], int]:
             and before[id(p)][0]() is p.grad
             and before[id(p)][1] == _place(p.grad)
         ]
-        return _bytes(stay)
+        return num_bytes(stay)
 
     return ask
 

@@ -263,10 +263,10 @@ class Unit:
     def take_over(self) -> None:
         """Follow what the user did to the sharded parameters: replaced, moved, cast."""
         adopt_assigned(self)
-        self.was_moved = False
         self.follow_grad_dtype()
         for flat in self.flats:
             flat.refresh(is_moved=True)
+        self.was_moved = False
         self.publish()
 
     def follow_grad_dtype(self) -> None:
